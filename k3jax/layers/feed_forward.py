@@ -1,0 +1,126 @@
+"""Dense building blocks: the linear map, the SiTU-GLU activation, the feed-forward layer."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k3jax.sharding.annotate import param
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """The product that joins the gate and up branches of every feed-forward layer."""
+
+    kind: Literal["situ", "swiglu"]  # "situ": capped branches (K3); "swiglu": silu(gate) * up
+    gate_cap: float | None  # beta_1, bound of the gate branch, same unit as its input; situ only
+    up_cap: float | None  # beta_2, bound of the up branch; None leaves it linear; situ only
+
+    def __post_init__(self):
+        if self.kind not in ("situ", "swiglu"):
+            raise ValueError(f"activation.kind={self.kind!r} is unknown: use 'situ' or 'swiglu'")
+        if self.kind == "situ" and self.gate_cap is None:
+            raise ValueError("activation.gate_cap=None: kind='situ' needs a number (K3 uses 4.0)")
+        for name in ("gate_cap", "up_cap"):
+            cap = getattr(self, name)
+            if cap is None:
+                continue
+            if self.kind == "swiglu":
+                raise ValueError(f"activation.{name}={cap}: kind='swiglu' has no caps, set None")
+            if not 0 < cap < math.inf:
+                raise ValueError(f"activation.{name}={cap} must be a finite number above 0")
+
+
+def situ(
+    gate: Float[Array, "*shape"],
+    up: Float[Array, "*shape"],
+    gate_cap: float,
+    up_cap: float | None,
+) -> Float[Array, "*shape"]:
+    """SiTU-GLU: a SwiGLU whose two branches saturate.
+
+        a(g, u) = b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2)  (K3 report, Eq. 12)
+
+    Args:
+        gate: pre-activation g.
+        up: pre-activation u.
+        gate_cap: b1 > 0.
+        up_cap: b2 > 0, or None for a linear up branch.
+
+    Returns: the product in gate's dtype, |a| <= b1 b2.
+    Numerics: float32 inside, rounded once.
+    """
+    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if up_cap is not None:
+        u = up_cap * jnp.tanh(u / up_cap)
+    return (gate_cap * jnp.tanh(g / gate_cap) * jax.nn.sigmoid(g) * u).astype(gate.dtype)
+
+
+def activation(
+    cfg: ActivationConfig, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """The configured activation of a (gate, up) pair, in gate's dtype, float32 inside."""
+    if cfg.kind == "situ":
+        assert cfg.gate_cap is not None
+        return situ(gate, up, cfg.gate_cap, cfg.up_cap)
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W without bias, over any number of input and output dimensions.
+
+    The kernel is stored as `[*in_shape, *out_shape]`, so heads are dimensions and not reshapes.
+    Compute happens in x's dtype: the kernel is cast where it is used.
+
+    Args:
+        in_shape: trailing dimensions of x that are contracted.
+        out_shape: dimensions that take their place.
+        axes: logical axis names, one per kernel dimension.
+        rngs: source of the initialisation key.
+        init_std: standard deviation of the normal initialisation.
+        param_dtype: storage dtype.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        rngs: nnx.Rngs,
+        init_std: float,
+        param_dtype: str = "float32",
+    ):
+        self.num_in = len(in_shape)
+        init = nnx.initializers.normal(init_std)
+        self.kernel = param(rngs, init, (*in_shape, *out_shape), axes, param_dtype)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+
+
+class FeedForward(nnx.Module):
+    """Dense feed-forward layer: down(activation(gate x, up x)), width -> ffn_dim -> width."""
+
+    def __init__(
+        self,
+        width: int,
+        ffn_dim: int,
+        *,
+        activation: ActivationConfig,
+        rngs: nnx.Rngs,
+        init_std: float,
+        param_dtype: str = "float32",
+    ):
+        kwargs = {"rngs": rngs, "param_dtype": param_dtype, "init_std": init_std}
+        self.activation = activation
+        self.gate_proj = Linear((width,), (ffn_dim,), ("embed", "ffn"), **kwargs)
+        self.up_proj = Linear((width,), (ffn_dim,), ("embed", "ffn"), **kwargs)
+        self.down_proj = Linear((ffn_dim,), (width,), ("ffn", "embed"), **kwargs)
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return self.down_proj(activation(self.activation, self.gate_proj(x), self.up_proj(x)))
