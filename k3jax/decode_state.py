@@ -1,0 +1,41 @@
+"""Decode state of the hybrid model: conv inputs and memory for KDA, latents for MLA, one length per row."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from k3jax.layers.kda import KDACache
+from k3jax.layers.mla import MLACache
+
+Cache = KDACache | MLACache
+
+
+class DecodeState(NamedTuple):
+    """Everything needed to continue a batch of sequences.
+
+    length: tokens consumed so far by each row, int32.
+    caches: stack -> layer -> cache, as the parameters lie; a leading layer axis in `groups`.
+    """
+
+    length: Int[Array, "B"]
+    caches: dict[str, dict[str, Cache]]
+
+
+def state_bytes(state: DecodeState) -> int:
+    """Bytes held by a state, real or abstract."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def compact_rows(
+    tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:
+    """Move each row's real tokens to the front, in order; padding goes to the right.
+
+    Returns: tokens, segment ids (1 real, 0 padding), and for each slot the column that it came from.
+    """
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    take = jax.vmap(lambda row, idx: row[idx])
+    return take(tokens, order), take(mask.astype(jnp.int32), order), order

@@ -1,0 +1,126 @@
+"""Attention Residuals: a softmax mix over earlier depth in place of the residual sum (K3 report, Eq. 8-10).
+
+State carried through depth: `bank` [M, B, T, D], of which the first `count` rows are written, and `prefix` [B, T, D],
+the running sum since the last push. A *site* is one mix; it feeds one sub-layer and is never added to the stream.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.layers.norms import RMSNorm
+from k3jax.sharding.annotate import param
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnResConfig:
+    kind: Literal[
+        "none", "block", "full"
+    ]  # none: ordinary residuals; full: each sub-layer is a source
+    block_size: int | None  # transformer layers per block; block only
+
+    def __post_init__(self):
+        if self.kind not in ("none", "block", "full"):
+            raise ValueError(f"attn_res.kind is {self.kind!r}; use none, block or full")
+        if (self.kind == "block") != (self.block_size is not None):
+            raise ValueError(
+                f"attn_res.kind={self.kind} with block_size={self.block_size}: "
+                "give block_size exactly when kind is block"
+            )
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(f"attn_res.block_size is {self.block_size}; it must be at least 1")
+
+    def num_rows(self, num_layers: int) -> int:
+        """Rows that the bank holds after the last layer (the embedding's included)."""
+        if self.kind == "block":
+            return -(-num_layers // self.block_size)
+        return 2 * num_layers if self.kind == "full" else 0
+
+    def before_attention(self, index):
+        """(rows in the bank, whether `prefix` is pushed after the mix) at layer `index`, int or traced."""
+        if self.kind == "block":
+            return -(-index // self.block_size), index % self.block_size == 0
+        return 2 * index, True
+
+    def before_mixer(self, index):
+        """The same for the site in front of the channel mixer."""
+        if self.kind == "block":
+            return index // self.block_size + 1, False
+        return 2 * index + 1, True
+
+
+def mix(
+    bank: Float[Array, "M B T D"],
+    count: int | Int[Array, ""],
+    prefix: Float[Array, "B T D"],
+    query: Float[Array, "D"],
+    norm: Float[Array, "D"],
+    eps: float,
+) -> Float[Array, "B T D"]:
+    """Softmax over depth, one distribution per token.
+
+        score_i = <rms(v_i) * norm, query>,   h = sum_i softmax(score)_i v_i     (K3 report, Eq. 8-9)
+
+    Args:
+        bank: sources v_0 .. v_{M-1}; only rows below `count` take part, others may hold anything finite.
+        count: number of valid rows.
+        prefix: the last source, always valid.
+        query: pseudo-query; zero gives the plain average.
+        norm: weight of the key norm. Values are not normalised.
+        eps: epsilon of the key norm.
+
+    Returns: the mixture in prefix's dtype.
+    Numerics: scores, softmax and the weighted sum are float32. The bank is never copied: its scores and
+    its sum are taken apart from those of `prefix`.
+    Cost: 6 D per source and token.
+    """
+    if isinstance(count, int):
+        bank = bank[:count]
+    keyed_query = (norm.astype(jnp.float32) * query.astype(jnp.float32)).astype(jnp.float32)
+
+    def score(v):
+        v = v.astype(jnp.float32)
+        return jax.lax.rsqrt(jnp.mean(v * v, -1) + eps) * jnp.sum(v * keyed_query, -1)
+
+    valid = (jnp.arange(bank.shape[0]) < count)[:, None, None]
+    scores = jnp.concatenate(
+        [jnp.where(valid, score(bank), -jnp.inf), score(prefix)[None]]
+    )  # [M+1, B, T]
+    p = jax.nn.softmax(scores, axis=0)
+    banked = jnp.sum(p[:-1, ..., None] * bank.astype(jnp.float32), axis=0)
+    return (banked + p[-1, ..., None] * prefix.astype(jnp.float32)).astype(prefix.dtype)
+
+
+def push(
+    bank: Float[Array, "M B T D"],
+    count: int | Int[Array, ""],
+    prefix: Float[Array, "B T D"],
+    when: bool | Array,
+) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"]]:
+    """Append `prefix` to the bank at row `count` and start a new sum, if `when` holds.
+
+    Only one row is selected and written, so a traced `when` costs one row and not a copy of the bank.
+    """
+    if when is False:
+        return bank, prefix
+    if when is True:
+        return jax.lax.dynamic_update_index_in_dim(bank, prefix, count, 0), jnp.zeros_like(prefix)
+    row = jnp.where(when, prefix, jax.lax.dynamic_index_in_dim(bank, count, 0, keepdims=False))
+    bank = jax.lax.dynamic_update_index_in_dim(bank, row, count, 0)
+    return bank, jnp.where(when, jnp.zeros_like(prefix), prefix)
+
+
+class AttnResSite(nnx.Module):
+    """One mix: the key norm and the pseudo-query, which starts at zero (AttnRes report, section 5)."""
+
+    def __init__(self, width: int, *, eps: float, rngs: nnx.Rngs, param_dtype: str):
+        self.norm = RMSNorm(width, eps=eps, rngs=rngs, param_dtype=param_dtype)
+        self.proj = param(rngs, nnx.initializers.zeros, (width,), ("embed",), param_dtype)
+
+    def __call__(self, bank, count, prefix):
+        with jax.named_scope("attn_res"):
+            return mix(bank, count, prefix, self.proj[...], self.norm.weight[...], self.norm.eps)

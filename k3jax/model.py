@@ -1,0 +1,447 @@
+"""Kimi K3: embedding, layers joined by Attention Residuals, norm, head.
+
+A model is `head` (the first layers, one by one), `groups` (the repeated unit of layers, its parameters stacked and
+scanned, so that program size does not grow with depth) and `tail` (the closing layers). `plan_stacks` decides which
+layer lies where; nothing else knows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.decode_state import Cache, DecodeState
+from k3jax.layers.attention_residuals import AttnResConfig, AttnResSite, push
+from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
+from k3jax.layers.kda import KDAConfig
+from k3jax.layers.latent_moe import LatentMoEConfig, RouterStats
+from k3jax.layers.mla import MLAConfig
+from k3jax.layers.norms import RMSNorm
+from k3jax.layers.quantile_balancing import update_bias
+from k3jax.sharding.annotate import param
+
+Attention = Literal["kda", "mla"]
+Mixer = Literal["dense", "moe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class K3Config:
+    vocab_size: int  # rows of the embedding and of the head
+    width: int  # hidden size D
+    num_layers: int
+    pattern: tuple[Attention, ...]  # the attention of one group, repeated from layer 0 on
+    closing: tuple[Attention, ...]  # the attention of the last layers, after the last whole group
+    num_dense_layers: int  # first layers with a dense feed-forward in place of experts
+    dense_ffn_dim: int  # width of that feed-forward
+    kda: KDAConfig
+    mla: MLAConfig
+    moe: LatentMoEConfig | None  # None: every layer is dense
+    activation: ActivationConfig  # of every feed-forward: dense, shared and routed
+    attn_res: AttnResConfig
+    norm_eps: float  # epsilon of all norms but those inside MLA
+    init_std: float  # standard deviation of the normal initialisation
+    tie_embeddings: bool  # the head is the transposed embedding
+    dtype: str  # compute dtype of activations
+    param_dtype: str  # storage dtype of parameters (the master weights in training)
+    remat: Literal["none", "full", "dots"]  # recompute nothing, everything in a group, or all but matmuls
+
+    def __post_init__(self):
+        for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("pattern", "closing"):
+            if unknown := [a for a in getattr(self, name) if a not in ("kda", "mla")]:
+                raise ValueError(f"model.{name} names {unknown[0]!r}; use kda or mla")
+        if not self.pattern:
+            raise ValueError("model.pattern is empty; name at least one attention, kda or mla")
+        whole, rest = divmod(self.num_layers - len(self.closing), len(self.pattern))
+        if rest or whole < 0:
+            lengths = f"{len(self.pattern)} n + {len(self.closing)}"
+            near = max(whole, 0) * len(self.pattern) + len(self.closing)
+            raise ValueError(
+                f"model.num_layers={self.num_layers} does not match the layer pattern, which has "
+                f"{lengths} layers; use {max(near, 1)} or {near + len(self.pattern)}"
+            )
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers={self.num_dense_layers} is outside 0..num_layers={self.num_layers}"
+            )
+        if self.moe is None and self.num_dense_layers != self.num_layers:
+            raise ValueError(
+                f"model.moe is None, so all layers are dense: set num_dense_layers={self.num_layers}, "
+                f"not {self.num_dense_layers}"
+            )
+        if self.remat not in ("none", "full", "dots"):
+            raise ValueError(f"model.remat is {self.remat!r}; use none, full or dots")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                raise ValueError(
+                    f"model.{name} is {getattr(self, name)!r}; use float32, bfloat16 or float16"
+                )
+
+    @property
+    def layers(self) -> tuple[tuple[Attention, Mixer], ...]:
+        """(attention, mixer) of each layer, index 0 first."""
+        groups = (self.num_layers - len(self.closing)) // len(self.pattern)
+        attention = self.pattern * groups + self.closing
+        return tuple((a, "dense" if i < self.num_dense_layers else "moe") for i, a in enumerate(attention))
+
+    def build(self, *, rngs: nnx.Rngs) -> "K3":
+        return K3(self, rngs=rngs)
+
+
+class StackPlan(NamedTuple):
+    """Where the layers of a schedule lie; see `plan_stacks`."""
+
+    head: tuple[int, ...]  # absolute indices
+    unit: tuple[int, ...]  # absolute indices of the first repetition, () if nothing repeats
+    repeats: int
+    tail: tuple[int, ...]
+
+    def layer_index(self, stack: str, position: int, repetition: int = 0) -> int:
+        """Absolute index of a layer of `groups`; in `head` and `tail` layers carry theirs in the name."""
+        return self.unit[position] + repetition * len(self.unit) if stack == "groups" else position
+
+    def locate(self, index: int) -> tuple[str, str, int | None]:
+        """(stack, layer name, position on the stacked axis) of an absolute layer index."""
+        if index < len(self.head):
+            return "head", f"layer_{index}", None
+        repetition, position = divmod(index - len(self.head), max(len(self.unit), 1))
+        if repetition < self.repeats:
+            return "groups", f"layer_{position}", repetition
+        return "tail", f"layer_{index}", None
+
+
+def plan_stacks(cfg: K3Config) -> StackPlan:
+    """Split the schedule: groups with a dense layer one by one, whole uniform groups stacked, closing layers one by one."""
+    size = len(cfg.pattern)
+    whole = (cfg.num_layers - len(cfg.closing)) // size
+    unrolled = min(-(-cfg.num_dense_layers // size), whole)
+    if whole - unrolled < 2:  # stacking one group gains nothing
+        unrolled = whole
+    first, last = unrolled * size, whole * size
+    return StackPlan(
+        tuple(range(first)),
+        tuple(range(first, first + size)) if last > first else (),
+        whole - unrolled,
+        tuple(range(last, cfg.num_layers)),
+    )
+
+
+class LayerStats(NamedTuple):
+    """What a layer reports to the training loop; nothing here is differentiated."""
+
+    router: RouterStats | None
+    max_logit: Float[Array, "H"] | None  # largest attention logit per MLA head, for QK-Clip
+
+
+Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats, a leading axis in `groups`
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention and channel mixer, each fed by an AttnRes site (architecture 7.2)."""
+
+    def __init__(self, cfg: K3Config, attention: Attention, mixer: Mixer, *, rngs: nnx.Rngs):
+        norm = partial(RMSNorm, cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype)
+        site = partial(AttnResSite, cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype)
+        shared = dict(rngs=rngs, param_dtype=cfg.param_dtype, init_std=cfg.init_std)
+        self.attn_res = cfg.attn_res
+        self.attention = attention
+        self.mixer = mixer
+        self.input_layernorm = norm()
+        self.self_attn = (cfg.kda if attention == "kda" else cfg.mla).build(cfg.width, **shared)
+        self.post_attention_layernorm = norm()
+        if mixer == "dense":
+            self.mlp = FeedForward(cfg.width, cfg.dense_ffn_dim, activation=cfg.activation, **shared)
+        else:
+            assert cfg.moe is not None
+            self.block_sparse_moe = cfg.moe.build(
+                cfg.width, activation=cfg.activation, norm_eps=cfg.norm_eps, **shared
+            )
+        if cfg.attn_res.kind != "none":
+            self.self_attention_res = site()
+            self.mlp_res = site()
+
+    def __call__(
+        self,
+        bank: Float[Array, "M B T D"],
+        prefix: Float[Array, "B T D"],
+        index: int | Int[Array, ""],
+        segment_ids: Int[Array, "B T"] | None,
+        cache: Cache | None = None,
+        length: Int[Array, "B"] | None = None,
+        *,
+        collect: bool = False,
+    ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats]:
+        """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats)."""
+        x = prefix
+        if self.attn_res.kind != "none":
+            count, pushed = self.attn_res.before_attention(index)
+            x = self.self_attention_res(bank, count, prefix)
+            bank, prefix = push(bank, count, prefix, pushed)
+        y, cache, max_logit = self._attend(self.input_layernorm(x), segment_ids, cache, length)
+        prefix = prefix + y
+
+        x = prefix
+        if self.attn_res.kind != "none":
+            count, pushed = self.attn_res.before_mixer(index)
+            x = self.mlp_res(bank, count, prefix)
+            bank, prefix = push(bank, count, prefix, pushed)
+        y, router = self._mix_channels(self.post_attention_layernorm(x), segment_ids, collect)
+        return bank, prefix + y, cache, LayerStats(router, max_logit if collect else None)
+
+    def _attend(self, x, segment_ids, cache, length):
+        if self.attention == "kda":
+            return *self.self_attn(x, segment_ids, cache), None
+        return self.self_attn(x, segment_ids, cache, length)
+
+    def _mix_channels(self, x, segment_ids, collect):
+        if self.mixer == "dense":
+            return self.mlp(x), None
+        mask = None if segment_ids is None else segment_ids > 0
+        return self.block_sparse_moe(x, mask, collect)
+
+
+class Stack(nnx.Module):
+    """Layers that are called one after the other, held as attributes `layer_{name}`."""
+
+    def __init__(self, cfg: K3Config, indices: tuple[int, ...], first_name: int, *, rngs: nnx.Rngs):
+        self.remat = cfg.remat
+        self.names = tuple(f"layer_{first_name + j}" for j in range(len(indices)))
+        for name, index in zip(self.names, indices, strict=True):
+            setattr(self, name, Layer(cfg, *cfg.layers[index], rngs=rngs))
+
+    def __call__(self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False, remat=False):
+        """Apply the layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
+        new_caches, stats = {}, {}
+        for j, name in enumerate(self.names):
+            layer = partial(getattr(self, name), collect=collect)
+            if remat and self.remat != "none":
+                layer = jax.checkpoint(layer, policy=_policy(self.remat), static_argnums=(2,))
+            cache = None if caches is None else caches[name]
+            bank, prefix, new_caches[name], stats[name] = layer(
+                bank, prefix, first + j, segment_ids, cache, length
+            )
+        return bank, prefix, new_caches, stats
+
+
+def _policy(remat: str):
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scan_groups(apply: Callable, stacked: Any, first: Array, bank: Array, prefix: Array, segment_ids: Array | None):
+    """Scan `apply(params, first, bank, prefix, segment_ids) -> (bank, prefix, stats)` over stacked layer groups.
+
+    Everything inside a group is recomputed in the backward pass; saved are the prefix that enters each group and
+    the *final* bank, once. The bank is append-only and rows that a group has not seen are masked in it, so its final
+    value stands for the value at every step. Plain autodiff of a scan would save one bank per group.
+    """
+    (bank, prefix), stats = jax.lax.scan(
+        partial(_group_step, apply, segment_ids), (bank, prefix), (stacked, first)
+    )
+    return bank, prefix, stats
+
+
+def _group_step(apply, segment_ids, carry, xs):
+    stacked, first = xs
+    bank, prefix, stats = apply(stacked, first, *carry, segment_ids)
+    return (bank, prefix), stats
+
+
+def _scan_groups_fwd(apply, stacked, first, bank, prefix, segment_ids):
+    def step(carry, xs):
+        out, stats = _group_step(apply, segment_ids, carry, xs)
+        return out, (carry[1], stats)
+
+    (bank, prefix), (prefixes, stats) = jax.lax.scan(step, (bank, prefix), (stacked, first))
+    return (bank, prefix, stats), (stacked, first, bank, prefixes, segment_ids)
+
+
+def _scan_groups_bwd(apply, saved, cotangents):
+    stacked, first, bank, prefixes, segment_ids = saved
+    d_bank, d_prefix, _ = cotangents
+
+    def step(carry, xs):
+        params, first, prefix = xs
+        _, pull = jax.vjp(lambda p, b, x: apply(p, first, b, x, segment_ids)[:2], params, bank, prefix)
+        d_params, *carry = pull(carry)
+        return tuple(carry), d_params
+
+    (d_bank, d_prefix), d_stacked = jax.lax.scan(
+        step, (d_bank, d_prefix), (stacked, first, prefixes), reverse=True
+    )
+    return d_stacked, None, d_bank, d_prefix, None
+
+
+scan_groups.defvjp(_scan_groups_fwd, _scan_groups_bwd)
+
+
+class Embedding(nnx.Module):
+    """Token table."""
+
+    def __init__(self, cfg: K3Config, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(cfg.init_std)
+        self.embedding = param(rngs, init, (cfg.vocab_size, cfg.width), ("vocab", "embed"), cfg.param_dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"], dtype: str) -> Float[Array, "B T D"]:
+        return self.embedding[...][tokens].astype(dtype)
+
+
+class K3(nnx.Module):
+    """The text model of Kimi K3 (architecture 2)."""
+
+    def __init__(self, cfg: K3Config, *, rngs: nnx.Rngs):
+        plan = plan_stacks(cfg)
+        self.cfg = cfg
+        self.embed_tokens = Embedding(cfg, rngs=rngs)
+        self.head = Stack(cfg, plan.head, 0, rngs=rngs)
+        if plan.repeats:
+            keys = jax.random.split(rngs.params(), plan.repeats)
+            build = nnx.vmap(lambda key: Stack(cfg, plan.unit, 0, rngs=nnx.Rngs(params=key)))
+            self.groups = build(keys)
+        self.tail = Stack(cfg, plan.tail, plan.tail[0] if plan.tail else 0, rngs=rngs)
+        if cfg.attn_res.kind != "none":
+            self.output_attn_res = AttnResSite(
+                cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype
+            )
+        self.norm = RMSNorm(cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype)
+        if not cfg.tie_embeddings:
+            self.lm_head = Linear(
+                (cfg.width,), (cfg.vocab_size,), ("embed", "vocab"),
+                rngs=rngs, init_std=cfg.init_std, param_dtype=cfg.param_dtype,
+            )  # fmt: skip
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T X"]:
+        """Logits, float32, of a whole sequence without state; arguments as in `hidden`."""
+        return self.logits(self.hidden(tokens, segment_ids=segment_ids)[0])
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: DecodeState | None = None,
+        collect: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Stats, DecodeState | None]:
+        """Activations after the final norm: what the head and the loss read.
+
+        Args:
+            tokens: token ids.
+            segment_ids: document of each token, 1, 2, ... in runs; 0 is padding. None: one document per row.
+                With `state`, ids are 1 for real tokens and 0 for padding, which must lie on the right.
+            state: decode caches of the tokens before these; without it every row starts afresh.
+            collect: also return what balancing and QK-Clip need.
+
+        Returns: activations in the compute dtype, stats (empty entries unless `collect`), the state after the last
+        real token (None if none was given).
+        """
+        cfg, plan = self.cfg, plan_stacks(self.cfg)
+        prefix = self.embed_tokens(tokens, cfg.dtype)
+        bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
+        length = None if state is None else state.length
+        old = dict.fromkeys(("head", "groups", "tail")) if state is None else state.caches
+        caches, stats = {}, {}
+
+        bank, prefix, caches["head"], stats["head"] = self.head(
+            bank, prefix, 0, segment_ids, old["head"], length, collect=collect, remat=state is None
+        )
+        if plan.repeats:
+            bank, prefix, caches["groups"], stats["groups"] = self._groups(
+                bank, prefix, segment_ids, old["groups"], length, collect
+            )
+        bank, prefix, caches["tail"], stats["tail"] = self.tail(
+            bank, prefix, cfg.num_layers - len(plan.tail), segment_ids, old["tail"], length,
+            collect=collect, remat=state is None,
+        )  # fmt: skip
+        if cfg.attn_res.kind != "none":
+            prefix = self.output_attn_res(bank, bank.shape[0], prefix)
+        h = self.norm(prefix)
+        if state is None:
+            return h, stats, None
+        new = jnp.full_like(state.length, tokens.shape[1]) if segment_ids is None else (segment_ids > 0).sum(1)
+        return h, stats, DecodeState(state.length + new.astype(state.length.dtype), caches)
+
+    def _groups(self, bank, prefix, segment_ids, caches, length, collect):
+        """The scanned groups; in training under the configured rematerialisation."""
+        plan = plan_stacks(self.cfg)
+        graphdef, arrays = nnx.split(self.groups)
+        stacked = nnx.to_pure_dict(arrays)
+        first = len(plan.head) + jnp.arange(plan.repeats, dtype=jnp.int32) * len(plan.unit)
+
+        if caches is not None:
+
+            def cached_step(carry, xs):
+                params, first, caches = xs
+                stack = nnx.merge(graphdef, params)
+                bank, prefix, caches, stats = stack(*carry, first, segment_ids, caches, length, collect=collect)
+                return (bank, prefix), (caches, stats)
+
+            (bank, prefix), (caches, stats) = jax.lax.scan(
+                cached_step, (bank, prefix), (stacked, first, caches)
+            )
+            return bank, prefix, caches, stats
+
+        def apply(params, first, bank, prefix, segment_ids):
+            stack = nnx.merge(graphdef, params)
+            bank, prefix, _, stats = stack(bank, prefix, first, segment_ids, collect=collect)
+            return bank, prefix, stats
+
+        if self.cfg.remat == "full":
+            bank, prefix, stats = scan_groups(apply, stacked, first, bank, prefix, segment_ids)
+        else:
+            if self.cfg.remat == "dots":
+                apply = jax.checkpoint(apply, policy=_policy("dots"), prevent_cse=False)
+            (bank, prefix), stats = jax.lax.scan(
+                partial(_group_step, apply, segment_ids), (bank, prefix), (stacked, first)
+            )
+        return bank, prefix, None, stats
+
+    def head_kernel(self) -> Float[Array, "D X"]:
+        """Matrix from the final activations to logits, in its storage dtype."""
+        return self.embed_tokens.embedding[...].T if self.cfg.tie_embeddings else self.lm_head.kernel[...]
+
+    def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
+        """Float32 logits; operands in the compute dtype, float32 accumulation."""
+        return jnp.einsum("btd,dx->btx", h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32)
+
+
+def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:
+    """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache."""
+
+    def caches(indices, first_name):
+        attentions = {f"layer_{first_name + j}": cfg.layers[i][0] for j, i in enumerate(indices)}
+        return {
+            name: getattr(cfg, attention).init_cache(batch, max_len, jnp.dtype(cfg.dtype))
+            for name, attention in attentions.items()
+        }
+
+    plan = plan_stacks(cfg)
+    state = {"head": caches(plan.head, 0), "tail": caches(plan.tail, cfg.num_layers - len(plan.tail))}
+    if plan.repeats:
+        state["groups"] = jax.tree.map(
+            lambda x: jnp.zeros((plan.repeats, *x.shape), x.dtype), caches(plan.unit, 0)
+        )
+    return DecodeState(jnp.zeros((batch,), jnp.int32), state)
+
+
+def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:
+    """Router biases for the next step from this step's statistics, layer by layer (architecture 9)."""
+    if cfg.moe is None:
+        return buffers
+    update = partial(update_bias, num_active=cfg.moe.num_active, balancing=cfg.moe.balancing)
+    new = {}
+    for stack, layers in buffers.items():
+        fn = jax.vmap(update) if stack == "groups" else update
+        new[stack] = {
+            name: {"block_sparse_moe": {"router_bias": fn(leaf["block_sparse_moe"]["router_bias"], stats[stack][name].router)}}
+            for name, leaf in layers.items()
+        }  # fmt: skip
+    return new
