@@ -1,0 +1,290 @@
+"""Gated Multi-head Latent Attention: full softmax attention over a low-rank key-value latent."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.layers.feed_forward import Linear
+from k3jax.layers.norms import RMSNorm
+
+QUERY_BLOCK = 512  # queries whose logits exist at once; no more than this: no scan
+
+
+class MLACache(NamedTuple):
+    """One row per token, shared by all heads: the normalised latent c, then the shared key."""
+
+    latent: Float[Array, "B S C"]  # compute dtype, C = kv_rank + qk_shared_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """One gated MLA layer."""
+
+    num_heads: int
+    q_rank: int | None  # rank of the queries; None: one full matrix
+    kv_rank: int  # rank of keys and values: width of the cached latent
+    qk_nope_dim: int  # query and key channels per head
+    qk_shared_dim: int  # further query channels, whose key is shared by all heads
+    v_dim: int  # value channels per head
+    out_gate: bool  # sigmoid gate on the attention output
+    latent_norm_eps: float  # epsilon of the two latent norms (1e-6 in the reference model)
+    rope_theta: float | None  # None: no positions (K3); else the shared channels are rotated
+
+    def __post_init__(self):
+        for name in ("num_heads", "kv_rank", "qk_nope_dim", "v_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"mla.{name}={getattr(self, name)} must be at least 1")
+        if self.q_rank is not None and self.q_rank < 1:
+            raise ValueError(f"mla.q_rank={self.q_rank} must be at least 1, or None")
+        if self.qk_shared_dim < 0:
+            raise ValueError(f"mla.qk_shared_dim={self.qk_shared_dim} must be at least 0")
+        if not 0 < self.latent_norm_eps < math.inf:
+            raise ValueError(
+                f"mla.latent_norm_eps={self.latent_norm_eps} must be a finite number above 0"
+            )
+        if self.rope_theta is None:
+            return
+        if not 1 < self.rope_theta < math.inf:
+            raise ValueError(
+                f"mla.rope_theta={self.rope_theta} must be a finite number above 1, or None"
+            )
+        if self.qk_shared_dim < 2 or self.qk_shared_dim % 2:
+            raise ValueError(
+                f"mla.qk_shared_dim={self.qk_shared_dim} must be even and at least 2 when "
+                f"rope_theta is set ({self.rope_theta}): rotations turn pairs of channels"
+            )
+
+    def build(self, width: int, *, rngs: nnx.Rngs, param_dtype: str, init_std: float) -> "GatedMLA":
+        return GatedMLA(self, width, rngs=rngs, param_dtype=param_dtype, init_std=init_std)
+
+    def init_cache(self, batch: int, max_len: int, dtype: str) -> MLACache:
+        """An empty cache for rows of up to `max_len` tokens; `dtype` is the compute dtype."""
+        return MLACache(jnp.zeros((batch, max_len, self.kv_rank + self.qk_shared_dim), dtype))
+
+
+def attention(
+    q: Float[Array, "B T H Q"],
+    k: Float[Array, "B S G Q"],
+    v: Float[Array, "B S G V"],
+    *,
+    scale: float,
+    q_position: Int[Array, "B T"],
+    q_segment: Int[Array, "B T"],
+    k_segment: Int[Array, "B S"],
+    block: int = QUERY_BLOCK,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "H"]]:
+    """Causal softmax attention inside documents.
+
+        o_t = sum_s p_ts v_s,   p_t = softmax_s(scale q_t . k_s)
+        over keys s <= q_position_t of the same document       (architecture 6.1)
+
+    Args:
+        q: queries.
+        k: keys; G divides H, and H / G neighbouring heads share one key and value head.
+        v: values; their width may differ from Q.
+        scale: factor on q . k.
+        q_position: index, among the keys, of each query's own token.
+        q_segment: document of each query, 0 for padding.
+        k_segment: document of each key, 0 for padding.
+        block: queries per step of the scan that longer inputs go through.
+
+    Returns: outputs in float32, exactly 0 for queries without a key; and the largest scaled logit
+    of each head over all pairs that may attend, without gradient, 0 if there is none.
+    Numerics: float32 logits, softmax and accumulation (training keeps o in float32, K3 report
+    2.1.2); p is rounded to v's dtype for the product with v.
+    Cost: O(T S (Q + V)) per head; O(block S) memory, as the backward pass recomputes each block.
+    """
+    batch, queries, heads, width = q.shape
+    q = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], width)  # B T G R Q
+    positions = jnp.arange(k.shape[1])
+
+    def attend(q, q_position, q_segment):
+        logits = jnp.einsum("btgrq,bsgq->bgrts", q, k, preferred_element_type=jnp.float32)
+        mask = (positions <= q_position[:, :, None]) & (q_segment[:, :, None] > 0)
+        mask &= q_segment[:, :, None] == k_segment[:, None, :]
+        # Masked before exp: a huge masked logit would give inf there, and NaN in the backward pass.
+        logits = jnp.where(mask[:, None, None], logits * scale, -jnp.inf)
+        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+        p = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))
+        total = p.sum(-1)  # B G R T
+        o = jnp.einsum(
+            "bgrts,bsgv->btgrv", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        o = o / jnp.moveaxis(jnp.where(total == 0, 1, total), 3, 1)[..., None]
+        return o, top.max((0, 3, 4), initial=-jnp.inf)
+
+    if queries <= block:
+        o, top = attend(q, q_position, q_segment)
+    else:
+        steps = -(-queries // block)
+
+        def split(x):  # B T ... -> steps B block ...; the added queries are padding
+            x = jnp.pad(x, ((0, 0), (0, steps * block - queries)) + ((0, 0),) * (x.ndim - 2))
+            return jnp.moveaxis(x.reshape(batch, steps, block, *x.shape[2:]), 1, 0)
+
+        body = jax.checkpoint(lambda _, xs: (None, attend(*xs)))
+        _, (o, top) = jax.lax.scan(body, None, (split(q), split(q_position), split(q_segment)))
+        o = jnp.moveaxis(o, 0, 1).reshape(batch, steps * block, *o.shape[3:])[:, :queries]
+        top = top.max(0)
+    top = jnp.where(jnp.isfinite(top), top, 0).reshape(heads)
+    return o.reshape(batch, queries, heads, v.shape[-1]), top
+
+
+def rotate(
+    x: Float[Array, "B T *heads S"], position: Int[Array, "B T"], theta: float
+) -> Float[Array, "B T *heads S"]:
+    """Rotary embedding: channels i and i + S/2 turn by position * theta^(-2i/S), float32 inside."""
+    half = x.shape[-1] // 2
+    angle = position[..., None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = angle.reshape(*position.shape, *(1,) * (x.ndim - 3), half)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
+
+
+def document_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Index of each token inside its document: 0, 1, ... from every change of segment id."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
+    first = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+class GatedMLA(nnx.Module):
+    """Gated MLA sub-layer (K3 report 2.1.2, architecture 6).
+
+    q      = W_qb rms_norm(W_qa x)                          per head [q_n | q_r]
+    c, k_r = rms_norm(W_c x), W_r x                         cached; k_r is shared by all heads
+    k, v   = [W_K c | k_r], W_V c                           per head
+    y      = W_o (attention(q, k, v) * sigmoid(W_g x))      (Eq. 7)
+    """
+
+    def __init__(
+        self, cfg: MLAConfig, width: int, *, rngs: nnx.Rngs, param_dtype: str, init_std: float
+    ):
+        heads, rank, shared = cfg.num_heads, cfg.kv_rank, cfg.qk_shared_dim
+
+        def linear(in_shape, out_shape, axes):
+            return Linear(
+                in_shape, out_shape, axes, rngs=rngs, init_std=init_std, param_dtype=param_dtype
+            )
+
+        def norm(dim):
+            return RMSNorm(
+                dim, eps=cfg.latent_norm_eps, rngs=rngs, param_dtype=param_dtype, axis="rank"
+            )
+
+        self.cfg = cfg
+        q_shape = (heads, cfg.qk_nope_dim + shared)
+        if cfg.q_rank is None:
+            self.q_proj = linear((width,), q_shape, ("embed", "heads", "key"))
+        else:
+            self.q_a_proj = linear((width,), (cfg.q_rank,), ("embed", "rank"))
+            self.q_a_layernorm = norm(cfg.q_rank)
+            self.q_b_proj = linear((cfg.q_rank,), q_shape, ("rank", "heads", "key"))
+        self.kv_a_proj_with_mqa = linear((width,), (rank + shared,), ("embed", "rank"))
+        self.kv_a_layernorm = norm(rank)
+        kv_shape = (heads, cfg.qk_nope_dim + cfg.v_dim)
+        self.kv_b_proj = linear((rank,), kv_shape, ("rank", "heads", "value"))
+        if cfg.out_gate:
+            self.g_proj = linear((width,), (heads, cfg.v_dim), ("embed", "heads", "value"))
+        self.o_proj = linear((heads, cfg.v_dim), (width,), ("heads", "value", "embed"))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: MLACache | None = None,
+        length: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, "H"]]:
+        """Apply the layer.
+
+        Args:
+            x: normalised activations.
+            segment_ids: document of each token, 1, 2, ... in runs, 0 for padding; None: one
+                document per row. With `cache`: 1 for real tokens, then 0 for padding on the right.
+            cache: latents of the tokens before x; token t of row b goes to slot length[b] + t.
+            length: tokens already in the cache, per row. The caller sees to it that
+                length + T fits the cache: what does not fit is dropped.
+
+        Returns: the outputs (0 at padding), the cache with x's tokens (None if none was given),
+        and the largest attention logit of each head, float32, without gradient.
+        Numerics: matmuls in x's dtype, float32 from the logits to the gated output.
+        Cost: O(T S) in time; one cached token at a time costs O(S (kv_rank + qk_shared_dim))
+        per head, as keys and values are not expanded.
+        """
+        cfg = self.cfg
+        if (cache is None) != (length is None):
+            raise ValueError("mla: cache and length go together, one of them is None")
+        with jax.named_scope("mla"):
+            if segment_ids is None:
+                segment_ids = jnp.ones(x.shape[:2], jnp.int32)
+            index = jnp.broadcast_to(jnp.arange(x.shape[1]), segment_ids.shape)
+            q_position = index if length is None else length[:, None] + index
+            q, latent = self._project(x, segment_ids, q_position, decoding=cache is not None)
+
+            k_segment = segment_ids
+            if cache is not None:
+                slot = jnp.where(segment_ids > 0, q_position, cache.latent.shape[1])
+                rows = jnp.arange(x.shape[0])[:, None]
+                cache = MLACache(cache.latent.at[rows, slot].set(latent, mode="drop"))
+                filled = (length + (segment_ids > 0).sum(1))[:, None]
+                k_segment = (jnp.arange(cache.latent.shape[1]) < filled).astype(jnp.int32)
+                # Not only masked: 0 * NaN from a slot's earlier use would still be NaN.
+                latent = jnp.where(k_segment[..., None] > 0, cache.latent, 0)
+
+            attend = self._absorbed if cache is not None and x.shape[1] == 1 else self._expanded
+            o, top = attend(
+                q, latent, q_position=q_position, q_segment=segment_ids, k_segment=k_segment
+            )
+            if cfg.out_gate:
+                o = o * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
+            return self.o_proj(o.astype(x.dtype)), cache, jax.lax.stop_gradient(top)
+
+    def _project(self, x, segment_ids, q_position, *, decoding):
+        """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if the layer does so."""
+        cfg = self.cfg
+        if cfg.q_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        c, k_r = jnp.split(self.kv_a_proj_with_mqa(x), [cfg.kv_rank], axis=-1)
+        if cfg.rope_theta is not None:
+            position = q_position if decoding else document_positions(segment_ids)
+            q_n, q_r = jnp.split(q, [cfg.qk_nope_dim], axis=-1)
+            q = jnp.concatenate([q_n, rotate(q_r, position, cfg.rope_theta)], axis=-1)
+            k_r = rotate(k_r, position, cfg.rope_theta)
+        return q, jnp.concatenate([self.kv_a_layernorm(c), k_r], axis=-1)
+
+    @property
+    def _scale(self) -> float:
+        return (self.cfg.qk_nope_dim + self.cfg.qk_shared_dim) ** -0.5
+
+    def _expanded(self, q, latent, **where):
+        """Attention over keys and values expanded from the latent, one per head."""
+        c, k_r = jnp.split(latent, [self.cfg.kv_rank], axis=-1)
+        k_n, v = jnp.split(self.kv_b_proj(c), [self.cfg.qk_nope_dim], axis=-1)
+        k_r = jnp.broadcast_to(k_r[:, :, None], (*k_n.shape[:3], k_r.shape[-1]))
+        return attention(q, jnp.concatenate([k_n, k_r], -1), v, scale=self._scale, **where)
+
+    def _absorbed(self, q, latent, **where):
+        """The same with W_K moved onto the query and W_V onto the output (architecture 6.2).
+
+            q . [W_K c | k_r] = [W_K^T q_n | q_r] . [c | k_r],   sum_s p_s W_V c_s = W_V sum_s p_s c_s
+
+        All heads then share the latent as their one key and value. Float32, so that the second
+        rounding of the absorbed query costs nothing (KF-043).
+        """
+        cfg = self.cfg
+        kernel = self.kv_b_proj.kernel[...].astype(q.dtype)  # the weights the expanded form sees
+        q, latent, kernel = (a.astype(jnp.float32) for a in (q, latent, kernel))
+        w_k, w_v = jnp.split(kernel, [cfg.qk_nope_dim], axis=-1)  # C H N, C H V
+        q_n, q_r = jnp.split(q, [cfg.qk_nope_dim], axis=-1)
+        q = jnp.concatenate([jnp.einsum("bthn,chn->bthc", q_n, w_k), q_r], axis=-1)
+        shared = latent[:, :, None]
+        o, top = attention(q, shared, shared[..., : cfg.kv_rank], scale=self._scale, **where)
+        return jnp.einsum("bthc,chv->bthv", o, w_v), top
