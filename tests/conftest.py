@@ -1,0 +1,36 @@
+"""Set-up of every test run: 8 simulated CPU devices, full matmul precision, and no success without tests."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+FEWEST_TESTS = 300  # of a whole default run: fewer means that something was not collected
+
+
+def pytest_collection_modifyitems(items):
+    """Hardware tests are skipped, by name, where the hardware is missing."""
+    platform = jax.default_backend()
+    for item in items:
+        for marker in ("gpu", "tpu"):
+            if item.get_closest_marker(marker) and platform != marker:
+                item.add_marker(pytest.mark.skip(reason=f"needs a {marker}, this machine has {platform}"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """A run that tested nothing, or much less than there is, has not succeeded."""
+    if exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    passed = len(reporter.stats.get("passed", []))
+    option = session.config.option
+    whole = not option.keyword and option.markexpr == "not slow" and session.config.args == ["tests"]
+    fewest = FEWEST_TESTS if whole else 1
+    if passed < fewest:
+        reporter.write_line(f"only {passed} tests passed, at least {fewest} must: this run proves nothing", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
