@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: projections, short convolution, decay gate, delta-rule memory, output gate."""
+"""Kimi Delta Attention: projections, convolution, decay gate, delta-rule memory, output gate."""
 
 import math
 from dataclasses import dataclass
@@ -81,8 +81,11 @@ class KDAConfig:
             self, width, rngs=rngs, param_dtype=param_dtype, init_std=init_std
         )
 
-    def init_cache(self, batch: int, dtype: str) -> KDACache:
-        """The cache before the first token; `dtype` is the compute dtype."""
+    def init_cache(self, batch: int, max_len: int, dtype: str) -> KDACache:
+        """The cache before the first token, for rows of any length: `max_len` changes nothing.
+
+        `dtype` is the compute dtype; the memory is float32 whatever it says.
+        """
         heads, dim = self.num_heads, self.head_dim
         return KDACache(
             jnp.zeros((batch, (self.conv_size or 1) - 1, 3, heads, dim), dtype),

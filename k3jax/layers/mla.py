@@ -246,7 +246,7 @@ class GatedMLA(nnx.Module):
             return self.o_proj(o.astype(x.dtype)), cache, jax.lax.stop_gradient(top)
 
     def _project(self, x, segment_ids, q_position, *, decoding):
-        """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if the layer does so."""
+        """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if rope_theta is set."""
         cfg = self.cfg
         if cfg.q_rank is None:
             q = self.q_proj(x)
@@ -274,7 +274,8 @@ class GatedMLA(nnx.Module):
     def _absorbed(self, q, latent, **where):
         """The same with W_K moved onto the query and W_V onto the output (architecture 6.2).
 
-            q . [W_K c | k_r] = [W_K^T q_n | q_r] . [c | k_r],   sum_s p_s W_V c_s = W_V sum_s p_s c_s
+            q . [W_K c | k_r]  = [W_K^T q_n | q_r] . [c | k_r]
+            sum_s p_s W_V c_s  = W_V sum_s p_s c_s
 
         All heads then share the latent as their one key and value. Float32, so that the second
         rounding of the absorbed query costs nothing (KF-043).
