@@ -60,8 +60,10 @@ def collect_stats(
     if balancing == "quantile_exact":
         statistics = jnp.where(counted[:, None], scores - cutoff[:, None], -jnp.inf)
     elif balancing == "quantile_histogram":
-        lo, bin_width = bin_range(bias, num_bins)
-        bins = jnp.clip(jnp.floor((cutoff[:, None] - scores - lo) / bin_width), 0, num_bins - 1)
+        lo, span = residual_range(bias)
+        # times bins per unit, not divided by the bin width, so that r = 0 at b = 0 is on its edge
+        bins = jnp.floor((cutoff[:, None] - scores - lo) * (num_bins / span))
+        bins = jnp.clip(bins, 0, num_bins - 1)
         statistics = histogram(jnp.where(counted[:, None], bins, -1).astype(jnp.int32), num_bins)
     else:
         statistics = jnp.zeros((num_experts, 0), jnp.int32)
@@ -128,9 +130,9 @@ def histogram_quantile(
 
         b^_j = lo + (bin + clip((q - c) / h, 0, 1)) w,   c counts below the bin, h counts in it
 
-    The error is at most w. An expert without any counts keeps its bias.
+    w is the bin width; the error is at most w. An expert without any counts keeps its bias.
     """
-    lo, bin_width = bin_range(bias, counts.shape[-1])
+    lo, span = residual_range(bias)
     rank, rest = fair_share(count, num_active, counts.shape[0])
     cumulative = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
     reached = cumulative >= rank + (rest > 0)
@@ -138,7 +140,8 @@ def histogram_quantile(
     inside = jnp.take_along_axis(counts, index[:, None], axis=-1)[:, 0]
     below = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0] - inside
     part = ((rank - below).astype(jnp.float32) + rest) / jnp.maximum(inside, 1).astype(jnp.float32)
-    required = lo + (index.astype(jnp.float32) + jnp.clip(part, 0, 1)) * bin_width
+    position = index.astype(jnp.float32) + jnp.clip(part, 0, 1)
+    required = lo + position * (span / counts.shape[-1])
     return jnp.where(reached.any(-1), required, bias)
 
 
@@ -151,9 +154,9 @@ def fair_share(
     return rank, (left * num_active % num_experts).astype(jnp.float32) / num_experts
 
 
-def bin_range(bias: Float[Array, "E"], num_bins: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(lower edge, bin width): r lies in [min b - 1, max b + 1] because scores lie in [0, 1]."""
-    return bias.min() - 1, (bias.max() - bias.min() + 2) / num_bins
+def residual_range(bias: Float[Array, "E"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(lower end, length) of the range of r, [min b - 1, max b + 1]; scores lie in [0, 1]."""
+    return bias.min() - 1, bias.max() - bias.min() + 2
 
 
 def histogram(bins: Int[Array, "tokens E"], num_bins: int) -> Int[Array, "E bins"]:
