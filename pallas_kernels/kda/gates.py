@@ -1,0 +1,52 @@
+"""What turns projections into the inputs of KDA: key normalisation and the two decay gates."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def l2_normalize(x: Float[Array, "*lead K"], eps: float = 1e-6) -> Float[Array, "*lead K"]:
+    """Scales every vector to length one: x / sqrt(sum x^2 + eps)  (architecture.md, 4.3).
+
+    Args:
+        x: queries or keys, per head.
+        eps: added to the sum of squares (not to the mean), so a zero vector stays zero.
+
+    Numerics: float32 inside, x's dtype out.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    norm = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * norm).astype(x.dtype)
+
+
+def bounded_log_decay(
+    z: Float[Array, "*lead H K"], A_log: Float[Array, " H"], g_min: float
+) -> Float[Array, "*lead H K"]:
+    """K3's gate: a log-decay between g_min and 0.
+
+        g = g_min * sigmoid(exp(A_log) * z)      (K3 report, Eq. 5)
+
+    Args:
+        z: decay logits in float32, `dt_bias` included.
+        A_log: log of the slope, one per head.
+        g_min: lower bound in nats per token, negative (K3: -5).
+
+    Returns: g in nats per token, float32.
+    """
+    if not g_min < 0:
+        raise ValueError(f"g_min must be negative, got {g_min}; K3 uses -5.0")
+    return g_min * jax.nn.sigmoid(jnp.exp(A_log)[:, None] * z)
+
+
+def softplus_log_decay(
+    z: Float[Array, "*lead H K"], A_log: Float[Array, " H"]
+) -> Float[Array, "*lead H K"]:
+    """Kimi Linear's gate, without a lower bound: g = -exp(A_log) * softplus(z).
+
+    Args:
+        z: decay logits in float32, `dt_bias` included.
+        A_log: log of the rate, one per head.
+
+    Returns: g in nats per token, float32.
+    """
+    return -jnp.exp(A_log)[:, None] * jax.nn.softplus(z)
