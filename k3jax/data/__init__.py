@@ -1,0 +1,1 @@
+"""Text to batches: `tokenizer`, `text` (documents and their split), `packing` (rows), `synthetic`."""
