@@ -1,0 +1,225 @@
+"""One optimizer step as a pure function: forward, backward, update, clipping, balancing."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from k3jax.layers.quantile_balancing import pool_stats
+from k3jax.losses import cross_entropy, next_token_targets
+from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, plan_stacks
+from k3jax.optim.build import OptimConfig
+from k3jax.optim.qk_clip import qk_clip
+from k3jax.optim.schedule import learning_rate
+from k3jax.train_state import TrainState, abstract_model, make_optimizer, merge
+
+Batch = dict[str, Int[Array, "A B T"]]  # "tokens" and "segment_ids"; A accumulation steps
+Metrics = dict[str, Array]
+
+
+class Run(Protocol):
+    """What a step needs of an experiment; `k3jax.configs.experiment.ExperimentConfig` has it."""
+
+    @property
+    def model(self) -> K3Config: ...
+    @property
+    def optim(self) -> OptimConfig: ...
+    @property
+    def steps(self) -> int: ...
+
+
+class Sums(NamedTuple):
+    """Totals over the supervised tokens of some rows."""
+
+    nats: Float[Array, ""]
+    tokens: Float[Array, ""]
+    bytes: Float[Array, ""]  # of the predicted tokens; 0 if the tokenizer has no byte counts
+    rows: Float[Array, ""]  # rows with at least one supervised token
+
+
+def make_train_step(
+    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The training step of a run, jitted; it takes over the memory of the state it is given.
+
+        L = sum of nats / number of supervised tokens, over all rows of all micro-batches
+
+    With A micro-batches gradients are added in float32, and the statistics of QB and QK-Clip are
+    pooled, so that A changes memory but nothing else. If the loss or the gradient is not finite,
+    parameters, optimizer state and router biases stay as they were, and only the counters move on
+    (so does the position in the data): one bad batch costs one step, and the caller stops after
+    `optim.max_skipped_steps` in a row (`state.skipped`).
+
+    Args:
+        cfg: model, optimizer and number of steps.
+        token_bytes: UTF-8 length of each token id, for bits per byte.
+
+    Returns: train_step(state, batch) -> (state, metrics). Batches are int32 [A, B, T] "tokens" and
+        "segment_ids" (0 is padding); any number of documents per row runs in the same program.
+        Metrics, float32 unless said otherwise:
+          loss            nats per supervised token, 0 without any
+          nats, tokens, bytes, supervised_rows   the sums of `Sums`
+          grad_norm       of the whole gradient before clipping
+          lr              learning rate of this step
+          expert_load     [MoE layers] fullest expert's tokens over the mean, from layer 0 on
+          tied_routers    int32, layers whose router told no experts apart
+          max_logit       [MLA layers] largest attention logit
+          skipped         int32, 1 if this step changed nothing
+    """
+    model, optim = cfg.model, cfg.optim
+    graphdef, _, _ = abstract_model(model)
+    optimizer = make_optimizer(model, optim)
+    schedule = partial(
+        learning_rate,
+        num_steps=cfg.steps,
+        peak=optim.peak_lr,
+        final=optim.final_lr,
+        warmup_fraction=optim.warmup_fraction,
+    )
+
+    def loss(params, buffers, rows, total):
+        sums, stats = _forward(merge(graphdef, params, buffers), rows, token_bytes, collect=True)
+        return sums.nats / total, (sums, stats)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        _, weights = jax.vmap(next_token_targets)(batch["tokens"], batch["segment_ids"])
+        total = jnp.maximum(weights.sum(), 1)  # 1: a batch without supervision has loss 0
+
+        def accumulate(grads, rows):
+            new, aux = jax.grad(loss, has_aux=True)(state.params, state.buffers, rows, total)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), aux
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+        grads, (sums, stats) = jax.lax.scan(accumulate, zeros, batch)
+        sums, stats = jax.tree.map(lambda x: x.sum(0), sums), _pool(stats)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(sums.nats) & jnp.isfinite(grad_norm)
+
+        lr = schedule(state.step)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
+        if optim.qk_clip is not None:
+            params = _clip_attention(params, stats, optim.qk_clip, model.mla.qk_nope_dim)
+        buffers = apply_balancing(model, state.buffers, stats)  # this step routed with the old ones
+        new = (params, buffers, opt_state)
+        old = (state.params, state.buffers, state.opt_state)
+        params, buffers, opt_state = jax.tree.map(partial(jnp.where, finite), new, old)
+
+        skipped = 1 - finite.astype(jnp.int32)
+        state = TrainState(
+            step=state.step + 1,
+            params=params,
+            buffers=buffers,
+            opt_state=opt_state,
+            key=state.key,
+            skipped=(state.skipped + 1) * skipped,
+            skipped_total=state.skipped_total + skipped,
+        )
+        metrics = {
+            "loss": sums.nats / total,
+            "nats": sums.nats,
+            "tokens": sums.tokens,
+            "bytes": sums.bytes,
+            "supervised_rows": sums.rows,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped": skipped,
+            **_layer_metrics(model, stats),
+        }
+        return state, metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_eval_step(
+    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None
+) -> Callable[[dict, dict, dict[str, Int[Array, "B T"]]], Metrics]:
+    """The validation step, jitted: eval_step(params, buffers, batch) -> sums, changing nothing.
+
+    Args:
+        cfg: model of the run.
+        token_bytes: UTF-8 length of each token id, for bits per byte.
+
+    Returns: a function of parameters, router biases and one batch of int32 [B, T] "tokens" and
+        "segment_ids". It gives "nats", "tokens" and "bytes": add them over batches, then divide.
+    """
+    graphdef, _, _ = abstract_model(cfg.model)
+
+    def eval_step(params, buffers, batch):
+        sums, _ = _forward(merge(graphdef, params, buffers), batch, token_bytes, collect=False)
+        return {"nats": sums.nats, "tokens": sums.tokens, "bytes": sums.bytes}
+
+    return jax.jit(eval_step)
+
+
+def _forward(model: K3, rows, token_bytes, *, collect: bool) -> tuple[Sums, Stats]:
+    """Loss sums of rows [B, T], and what the layers report."""
+    tokens, segment_ids = rows["tokens"], rows["segment_ids"]
+    h, stats, _ = model.hidden(tokens, segment_ids=segment_ids, collect=collect)
+    targets, weights = next_token_targets(tokens, segment_ids)
+    flat = h.reshape(-1, h.shape[-1])
+    loss = cross_entropy(flat, model.head_kernel(), targets.reshape(-1), weights.reshape(-1))
+    num_bytes = jnp.zeros(())
+    if token_bytes is not None:
+        sizes = jnp.asarray(token_bytes, jnp.float32)
+        num_bytes = (weights * sizes.at[targets].get(mode="fill", fill_value=0)).sum()
+    supervised = weights.max(-1).sum()
+    return Sums(loss.nats, loss.count, num_bytes, supervised), stats
+
+
+def _map_layers(fn: Callable[[LayerStats], LayerStats], stats: Stats) -> Stats:
+    return jax.tree.map(fn, stats, is_leaf=lambda x: isinstance(x, LayerStats))
+
+
+def _pool(stats: Stats) -> Stats:
+    """Statistics of the whole step from those of its micro-batches, stacked in front."""
+
+    def pool(layer: LayerStats) -> LayerStats:
+        router, max_logit = layer
+        if router is not None:
+            parts = range(router.count.shape[0])
+            router = pool_stats(*(jax.tree.map(lambda x, a=a: x[a], router) for a in parts))
+        return LayerStats(router, None if max_logit is None else max_logit.max(0))
+
+    return _map_layers(pool, stats)
+
+
+def _clip_attention(params: dict, stats: Stats, limit: float, qk_nope_dim: int) -> dict:
+    """Apply QK-Clip to every layer that reported attention logits."""
+    params = dict(params)
+    for stack, layers in stats.items():
+        for name, (_, max_logit) in layers.items():
+            if max_logit is not None:
+                layer = params[stack][name]
+                clipped = qk_clip(
+                    layer["self_attn"], max_logit, limit=limit, qk_nope_dim=qk_nope_dim
+                )
+                params[stack] = {**params[stack], name: {**layer, "self_attn": clipped}}
+    return params
+
+
+def _layer_metrics(model: K3Config, stats: Stats) -> Metrics:
+    """Figures per layer, in the order of the network."""
+    plan = plan_stacks(model)
+    load, tied, logits = [], [], []
+    for i in range(model.num_layers):
+        stack, name, repetition = plan.locate(i)
+        layer = stats[stack][name]
+        if repetition is not None:
+            layer = jax.tree.map(lambda x, r=repetition: x[r], layer)
+        if layer.router is not None:
+            tokens = layer.router.load.astype(jnp.float32)
+            load.append(tokens.max() / jnp.maximum(tokens.mean(), 1e-9))
+            tied.append(layer.router.all_tied)
+        if layer.max_logit is not None:
+            logits.append(layer.max_logit.max())
+    return {
+        "expert_load": jnp.stack(load) if load else jnp.zeros(0),
+        "tied_routers": jnp.asarray(sum(x.astype(jnp.int32) for x in tied), jnp.int32),
+        "max_logit": jnp.stack(logits) if logits else jnp.zeros(0),
+    }
