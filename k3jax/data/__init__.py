@@ -1,1 +1,1 @@
-"""Text to batches: `tokenizer`, `text` (documents and their split), `packing` (rows), `synthetic`."""
+"""Text to batches: `tokenizer`, `text` (documents, split), `packing` (rows), `synthetic`."""

@@ -1,10 +1,11 @@
 """A Hugging Face `tokenizer.json`: any model, no control token from ordinary text."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsInt
 
 import numpy as np
 from jaxtyping import Int
@@ -81,7 +82,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return ids
         # Word-level vocabularies hold their controls as words: take those words apart.
         cuts = [0, *(m.start() + 1 for m in self._control_names.finditer(text)), len(text)]
-        parts = (text[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+        parts = (text[a:b] for a, b in itertools.pairwise(cuts))
         ids = [i for p in parts for i in self._inner.encode(p, add_special_tokens=False).ids]
         return [i for i in ids if i not in self._controls]
 
@@ -90,7 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._pieces[self._in_range(token)]
         return (self._inner.id_to_token(self._in_range(token)) or "").encode()
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         if self._pieces is not None:
             return super().decode(ids)
         return self._inner.decode([self._in_range(int(i)) for i in ids], skip_special_tokens=False)

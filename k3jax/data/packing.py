@@ -5,8 +5,8 @@
 
 The order is one endless sequence of documents, a permutation per epoch, dealt to the P hosts in
 turn: hosts never share a document of an epoch and together see all of them, however few there are.
-All work is done by threads of this process: no worker can die alone, no shared memory is used, and a
-tokenizer that was used before is safe. An error in a thread is raised by the next `next()`.
+All work is done by threads of this process: no worker can die alone, no shared memory is used, and
+a tokenizer that was used before is safe. An error in a thread is raised by the next `next()`.
 """
 
 import functools
@@ -102,8 +102,23 @@ class PackedRowsIterator(grain.DatasetIterator):
         self._documents.set_state(state["documents"])
         self._ids, self._used = np.zeros(0, np.int32), 0
         if state["used"]:
-            self._fetch()
+            found = self._fetch()
             self._used = state["used"]
+            if not found or self._before != state["documents"] or self._used > len(self._ids):
+                raise UserError(
+                    f"the document in use at the checkpoint ({state}) has changed; restore the"
+                    " data files as they were, or start in a new --run-dir"
+                )
+
+
+_FIXES = {  # per field of a position's identity
+    "data": "restore the files as they were",
+    "tokenizer": "use the tokenizer of the first run",
+    "seq_len": "use the --seq-len of the first run",
+    "seed": "use the --seed of the first run",
+    "process_count": "start as many processes as before",
+    "process_index": "give each process the state that it saved",
+}
 
 
 class TrainIterator(grain.DatasetIterator):
@@ -114,15 +129,6 @@ class TrainIterator(grain.DatasetIterator):
     that). `set_state()` makes the next batch the one that would have come, or raises UserError
     naming the field if data, tokenizer, seed, row length or hosts differ.
     """
-
-    _FIXES = {
-        "data": "restore the files as they were",
-        "tokenizer": "use the tokenizer of the first run",
-        "seq_len": "use the --seq-len of the first run",
-        "seed": "use the --seed of the first run",
-        "process_count": "start as many processes as before",
-        "process_index": "give each process the state that it saved",
-    }
 
     def __init__(self, batches: grain.DatasetIterator, identity: dict[str, Any]):
         super().__init__(batches)
@@ -136,7 +142,7 @@ class TrainIterator(grain.DatasetIterator):
         return {"identity": self._identity, "position": self._batches.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        for field, fix in self._FIXES.items():
+        for field, fix in _FIXES.items():
             saved, here = state["identity"].get(field), self._identity[field]
             if saved != here:
                 raise UserError(
@@ -181,6 +187,8 @@ def make_train_iterator(
     has gone. Cost: memory of READ_AHEAD documents and `prefetch` batches.
     """
     _check_rows(seq_len, rows_per_host, process_index, process_count)
+    if seed < 0:
+        raise UserError(f"seed is {seed}; give --seed a number of at least 0")
     if not len(split):
         raise UserError(f"data {split.corpus.name!r} has no document for {split.name}; add text")
     for what, count in (("hosts", process_count), ("reading threads", num_threads)):
@@ -225,7 +233,7 @@ def make_eval_batches(
     process_count: int = 1,
     prefetch: int = 2,
 ) -> grain.IterDataset:
-    """The split once, in a fixed order, as batches of the same shape; iterate it as often as needed.
+    """The split once, in a fixed order, as batches of one shape; iterate it as often as needed.
 
     Every host packs the same rows and keeps its share of each batch, so all hosts have equally many
     batches and the global batch depends only on the global number of rows. The last batch is

@@ -4,10 +4,11 @@
 
 A unit is what falls on one side of the split: a whole file if there are twenty or more, otherwise a
 run of consecutive documents of a file (of pieces, for plain text). Each unit has a key, a hash of
-its path relative to the data and of its place in the file; the 5 % of smallest keys are held out.
-So the split depends neither on the seed nor on where the data lies, and a file keeps its side when
-others are added. Documents that must stay whole for long contexts belong into .jsonl, .parquet or
-.array_record, or into twenty files or more.
+its path relative to the data and of its place in the file; keys in the lowest 5 % are held out, at
+least one and at most a tenth of all units. So the split depends neither on the seed nor on where
+the data lies, and with enough files each keeps its side when others are added.
+
+Documents that must stay whole for long contexts belong into .jsonl, .parquet or .array_record.
 """
 
 import glob
@@ -32,7 +33,7 @@ MIN_FILES = 20  # from here on a file is never in both splits
 PIECE_BYTES = 1024 * 1024  # longer plain text is read in pieces, to bound memory
 SMALL_PIECE_BYTES = 64 * 1024  # with few files, where pieces are also what is shuffled and split
 MAX_UNITS = 2**20  # documents are held out in runs, so that the index of any corpus fits 24 MiB
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SUPPORTED = " ".join(SUFFIXES)
 
 logger = logging.getLogger("k3jax")
@@ -109,7 +110,7 @@ class Corpus:
     def _make_units(self) -> None:
         lengths = [len(reader) for reader in self.readers]
         run = -(-sum(lengths) // MAX_UNITS)
-        starts = [np.arange(0, n, n if self.by_file else run, np.int64) for n in lengths]
+        starts = [np.arange(0, n, n if self.by_file else run, dtype=np.int64) for n in lengths]
         self.unit_file = np.repeat(np.arange(len(starts)), [len(s) for s in starts])
         self.unit_start = np.concatenate(starts)
         left = np.array(lengths)[self.unit_file] - self.unit_start
@@ -118,10 +119,10 @@ class Corpus:
         keys = _mix64(seeds[self.unit_file] + self.unit_start.astype(np.uint64))
         self._order = np.argsort(keys, kind="stable")
         wanted = int(np.count_nonzero(keys < np.uint64(HELD_OUT * 2.0**64)))
-        self._num_held_out = min(max(wanted, 1), len(keys) - 1)
+        self._num_held_out = min(max(wanted, 1), -(-len(keys) // 10), len(keys) - 1)
 
     def split(self, name: Literal["train", "validation", "all"]) -> Split:
-        """One side of the split, or everything; at least one unit each way if there are two.
+        """One side of the split, or everything.
 
         Raises: UserError if the validation split is empty because the data is a single unit.
         """
@@ -229,7 +230,7 @@ class _Found:
         elif self._is_new(info):
             self.files[file] = path
 
-    def walk(self, folder: Path, leave_out: set[str] = frozenset()) -> None:
+    def walk(self, folder: Path, leave_out: frozenset[str] = frozenset()) -> None:
         """Adds everything below `folder`, following links; each folder once, for links can loop."""
 
         def unlistable(error: OSError) -> None:

@@ -1,7 +1,7 @@
 """Text to token ids and back: what a tokenizer offers, the byte tokenizer, and how one is loaded.
 
-Ordinary text never becomes a control token: `encode` treats "<|open|>" as eight characters. Controls
-enter through their ids only (`bos_id`, `eos_id`, `specials`).
+Ordinary text never becomes a control token: `encode` treats "<|open|>" as eight characters.
+Controls enter through their ids only (`bos_id`, `eos_id`, `specials`).
 """
 
 import abc
@@ -9,6 +9,7 @@ import codecs
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import SupportsInt
 
 import numpy as np
 from jaxtyping import Int
@@ -77,7 +78,7 @@ class Tokenizer(abc.ABC):
         """Ids of UTF-8 text as int32."""
         return np.asarray(self.encode(data.decode("utf-8", "replace")), np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, an id out of range raises."""
         return b"".join(self.piece(int(token)) for token in ids).decode("utf-8", "replace")
 

@@ -1,0 +1,396 @@
+"""Rows and batches: what they hold, and that a saved position continues bit for bit."""
+
+import base64
+import collections
+import itertools
+import json
+import logging
+import multiprocessing
+import random
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3jax.data.packing import PackedRows, make_eval_batches, make_train_iterator
+from k3jax.data.text import load_corpus
+from k3jax.data.tokenizer import ByteTokenizer, load_tokenizer
+from k3jax.errors import UserError
+
+BOS, EOS, PAD = 256, 257, 258
+TOKENIZER = ByteTokenizer()
+
+
+def write_texts(folder, texts):
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return load_corpus(str(path))
+
+
+def train(split, **options):
+    defaults = {"seq_len": 16, "rows_per_host": 2, "seed": 0, "prefetch": 0, "num_threads": 0}
+    return make_train_iterator(split, TOKENIZER, **(defaults | options))
+
+
+def evaluate(split, **options):
+    defaults = {"seq_len": 16, "rows_per_host": 2, "prefetch": 0}
+    return make_eval_batches(split, TOKENIZER, **(defaults | options))
+
+
+def segments(batch):
+    """The segments of all rows in order, as lists of ids; padding is left out."""
+    found = []
+    for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
+        for segment in range(1, ids.max() + 1):
+            found.append(tokens[ids == segment].tolist())
+    return found
+
+
+def documents(batches):
+    """Texts in order, with segments that continue a document joined to its beginning."""
+    stream = [i for batch in batches for segment in segments(batch) for i in segment]
+    parts = "".join(chr(i) if i < 256 else {BOS: "<", EOS: ">"}[i] for i in stream)
+    return [part.removeprefix("<") for part in parts.split(">")]
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys() == {"tokens", "segment_ids"}
+    for name in a:
+        assert a[name].dtype == b[name].dtype == np.int32
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Documents of length 0 to several rows, one of them unreadable."""
+    rng = random.Random(0)
+    folder = tmp_path_factory.mktemp("mixed")
+    lengths = [0, 1, 1, 2, 13, 14, 15, 16, 17, 45, 200, *(rng.randrange(1, 40) for _ in range(30))]
+    lines = [json.dumps({"text": "".join(rng.choices("abcdef", k=n))}) for n in lengths]
+    (folder / "a.jsonl").write_text("\n".join([*lines[:20], "{broken", *lines[20:]]))
+    return load_corpus(str(folder))
+
+
+@pytest.mark.parametrize("prefetch, num_threads", [(0, 0), (2, 2)])
+def test_resume_is_exact_at_every_point(mixed, prefetch, num_threads):
+    """KF-112: from every batch of three epochs, also in the middle of a document."""
+    split = mixed.split("train")
+    options = {"seq_len": 11, "prefetch": prefetch, "num_threads": num_threads}
+    iterator = train(split, **options)
+    states, batches = [], []
+    for _ in range(120):
+        states.append(json.dumps(iterator.get_state()))
+        batches.append(next(iterator))
+    assert json.loads(states[-1])["position"]["documents"]["next_index"] > 2 * len(split)
+    assert sum(json.loads(state)["position"]["used"] > 0 for state in states) > 20
+    assert max(map(len, states)) < 500
+    iterator.close()
+    fresh = train(split, **options)
+    points = random.Random(1).sample(range(115), 40 if prefetch else 60)
+    for point in points:
+        if not prefetch:
+            fresh = train(split, **options)
+        fresh.set_state(json.loads(states[point]))
+        for step in range(point, point + 5):
+            assert json.dumps(fresh.get_state()) == states[step]
+            assert_same(next(fresh), batches[step])
+    fresh.close()
+
+
+def test_kf_112_stop_after_37_of_100(tmp_path):
+    """Rows of exactly one document: 37 examples, stop, resume; then other host counts."""
+    corpus = write_texts(tmp_path, [f"document{i:02}" for i in range(100)])
+    split = corpus.split("all")
+    options = {"seq_len": 12, "rows_per_host": 1}
+    whole = documents(itertools.islice(train(split, **options), 100))
+    assert sorted(whole[:-1]) == [f"document{i:02}" for i in range(100)]
+    stopped = train(split, **options)
+    for _ in range(37):
+        next(stopped)
+    state = json.loads(json.dumps(stopped.get_state()))
+    resumed = train(split, **options)
+    resumed.set_state(state)
+    assert documents(next(resumed) for _ in range(63)) == whole[37:]
+    for before, after in ((2, 1), (1, 4)):
+        old = train(split, process_count=before, **options)
+        for _ in range(37):
+            next(old)
+        with pytest.raises(
+            UserError,
+            match=rf"process_count={before}, this run has process_count={after}; start as",
+        ):
+            train(split, process_count=after, **options).set_state(old.get_state())
+
+
+def test_restoring_elsewhere_is_refused_by_field(tmp_path, mixed):
+    split = mixed.split("train")
+    state = train(split).get_state()
+    other = write_texts(tmp_path, ["x", "y", "z"]).split("train")
+    wrong = {
+        "data": train(other),
+        "seq_len": train(split, seq_len=17),
+        "seed": train(split, seed=1),
+        "process_count": train(split, process_count=2),
+    }
+    for field, iterator in wrong.items():
+        with pytest.raises(UserError, match=f"has {field}=.*this run has {field}=.*--run-dir"):
+            iterator.set_state(state)
+    second = train(split, process_count=2, process_index=1)
+    with pytest.raises(UserError, match="process_index=0, this run has process_index=1"):
+        second.set_state(train(split, process_count=2).get_state())
+    lines = [base64.b64encode(bytes([i])) + b" %d" % i for i in range(256)]
+    (tmp_path / "t.tiktoken").write_bytes(b"\n".join(lines))
+    ranks = load_tokenizer(str(tmp_path / "t.tiktoken"))
+    iterator = make_train_iterator(split, ranks, seq_len=16, rows_per_host=2, seed=0)
+    with pytest.raises(UserError, match="has tokenizer='bytes-259'"):
+        iterator.set_state(state)
+    iterator.close()
+
+
+def test_more_rows_per_batch_continue_the_same_rows(mixed):
+    one, three = train(mixed.split("train"), rows_per_host=1), train(mixed.split("train"))
+    for _ in range(5):
+        next(one)
+    three.set_state(one.get_state())
+    rows = [next(one) for _ in range(2)]
+    stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    assert_same(next(three), stacked)
+
+
+def test_kf_113_more_hosts_and_threads_than_documents(tmp_path, caplog):
+    """3 documents, 4 hosts, 8 threads: in four epochs every document comes four times."""
+    split = write_texts(tmp_path, ["docA", "docB", "docC"]).split("all")
+    with caplog.at_level(logging.WARNING, "k3jax"):
+        hosts = [
+            train(
+                split, seq_len=6, rows_per_host=1, num_threads=8, process_index=i, process_count=4
+            )
+            for i in range(4)
+        ]
+    assert "data: 4 hosts share 3 documents" in caplog.messages
+    assert "data: 8 reading threads share 3 documents" in caplog.messages
+    rounds = [[documents([next(host)])[0] for host in hosts] for _ in range(3)]
+    order = [text for row in rounds for text in row]  # the sequence that was dealt to the hosts
+    for epoch in range(4):
+        assert sorted(order[3 * epoch : 3 * epoch + 3]) == ["docA", "docB", "docC"]
+    for host in hosts:
+        host.close()
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
+def test_hosts_are_disjoint_and_cover_an_epoch(tmp_path, hosts):
+    texts = [f"document{i:02}" for i in range(30)]
+    split = write_texts(tmp_path, texts).split("all")
+    seen = []
+    for i in range(hosts):
+        iterator = train(
+            split, seq_len=12, rows_per_host=1, process_index=i, process_count=hosts, seed=3
+        )
+        seen += [documents([next(iterator)])[0] for _ in range(30 // hosts)]
+    assert sorted(seen) == texts
+
+
+def test_order_depends_on_seed_and_epoch_only(tmp_path):
+    texts = [f"document{i:02}" for i in range(30)]
+    split = write_texts(tmp_path, texts).split("all")
+
+    def order(epochs, **options):
+        iterator = train(split, seq_len=12, rows_per_host=1, **options)
+        found = documents(next(iterator) for _ in range(30 * epochs))[:-1]
+        return [tuple(found[30 * e : 30 * e + 30]) for e in range(epochs)]
+
+    first, second = order(2)
+    assert sorted(first) == sorted(second) == texts
+    assert len({first, second, tuple(texts), *order(2, seed=1)}) == 5
+    assert order(2) == order(2, prefetch=2, num_threads=2) == [first, second]
+    assert train(split, seed=2**40).get_state()  # any size of seed
+
+
+def test_rows_are_full_and_reproduce_the_documents(mixed):
+    iterator = train(mixed.split("train"), seq_len=13, rows_per_host=3)
+    batches = [next(iterator) for _ in range(60)]
+    for batch in batches:
+        assert batch["tokens"].shape == batch["segment_ids"].shape == (3, 13)
+        steps = np.diff(batch["segment_ids"], axis=1)
+        assert set(np.unique(steps)) <= {0, 1}
+        assert (batch["segment_ids"][:, 0] == 1).all()
+        assert not (batch["tokens"] == PAD).any()
+        for segment in segments(batch):
+            assert BOS not in segment[1:]
+            assert EOS not in segment[:-1]
+    split = mixed.split("train")
+    texts = {split[i].data.decode() for i in range(len(split)) if split[i]}
+    assert set(documents(batches)[:-1]) == texts
+
+
+def test_data_smaller_than_a_row_repeats_without_padding(tmp_path):
+    batch = next(train(write_texts(tmp_path, ["ab", "c"]).split("all"), seq_len=64))
+    assert (batch["segment_ids"] > 0).all()
+    assert set(map(tuple, segments(batch)[:-1])) >= {(BOS, 97, 98, EOS), (BOS, 99, EOS)}
+
+
+def test_long_document_continues_as_a_new_segment(tmp_path):
+    split = write_texts(tmp_path, ["x" * 20]).split("all")
+    batch = next(train(split, seq_len=16))
+    np.testing.assert_array_equal(batch["segment_ids"][0], [1] * 16)
+    np.testing.assert_array_equal(batch["segment_ids"][1], [1] * 6 + [2] * 10)
+    assert batch["tokens"][0, 0] == BOS
+    assert batch["tokens"][1, :8].tolist() == [120] * 5 + [EOS, BOS, 120]
+
+
+def test_pieces_of_a_long_file_are_one_document(tmp_path):
+    """No begin or end where a text file was only cut to be read."""
+    text = "".join(f"{i}\n" for i in range(2000))
+    (tmp_path / "a.txt").write_text(text)
+    split = load_corpus(str(tmp_path)).split("all")
+    assert len(split) > 5
+    ids = np.concatenate([batch["tokens"].ravel() for batch in evaluate(split, seq_len=512)])
+    assert np.count_nonzero(ids == BOS) == np.count_nonzero(ids == EOS) == 1
+    assert np.count_nonzero(ids < 256) == len(text)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 25), max_size=12),
+    seq_len=st.integers(1, 12),
+    gaps=st.sets(st.integers(0, 11)),
+)
+def test_packing_against_concatenation(lengths, seq_len, gaps):
+    """Rows are the concatenated documents cut every T tokens, resumable before every row."""
+    texts = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(lengths)]
+    items = [None if i in gaps else text for i, text in enumerate(texts)]
+    parent = grain.MapDataset.source(items).to_iter_dataset(
+        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0), allow_nones=True
+    )
+    packed = PackedRows(parent, seq_len=seq_len, pad_id=-7, patience=99)
+    iterator, states, rows = iter(packed), [], []
+    while True:
+        states.append(iterator.get_state())
+        row = next(iterator, None)
+        if row is None:
+            break
+        rows.append(row)
+    kept = [text for text in items if text is not None]
+    flat = np.concatenate([np.zeros(0, np.int32), *kept])
+    owner = np.concatenate([np.zeros(0, int), *(np.full(len(t), i) for i, t in enumerate(kept))])
+    assert len(rows) == -(-len(flat) // seq_len)
+    for r, row in enumerate(rows):
+        here = slice(r * seq_len, (r + 1) * seq_len)
+        n = len(flat[here])
+        np.testing.assert_array_equal(row["tokens"][:n], flat[here])
+        changes = np.diff(owner[here], prepend=owner[here][0]) != 0
+        np.testing.assert_array_equal(row["segment_ids"][:n], 1 + np.cumsum(changes))
+        assert (row["tokens"][n:] == -7).all()
+        assert (row["segment_ids"][n:] == 0).all()
+    for r, state in enumerate(states):
+        again = iter(packed)
+        again.set_state(state)
+        rest = list(again)
+        assert len(rest) == len(rows) - r
+        for a, b in zip(rest, rows[r:], strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.parametrize("count", range(1, 21))
+def test_kf_117_shapes_do_not_depend_on_the_documents(tmp_path, count):
+    """1 to 20 documents per row: the same two int32 arrays, so one compilation serves all."""
+    split = write_texts(tmp_path, ["x" * (120 // count - 2)] * 3).split("all")
+    iterator = train(split, seq_len=120)
+    batch = next(iterator)
+    assert batch["segment_ids"].max() >= count
+    for other in (batch, *evaluate(split, seq_len=120)):
+        assert {name: (a.shape, a.dtype.name) for name, a in other.items()} == {
+            "tokens": ((2, 120), "int32"),
+            "segment_ids": ((2, 120), "int32"),
+        }
+
+
+def test_evaluation_sees_everything_once(mixed):
+    split = mixed.split("all")
+    batches = list(evaluate(split, seq_len=13, rows_per_host=4))
+    texts = [split[i].data.decode() for i in range(len(split)) if split[i]]
+    assert documents(batches)[:-1] == texts
+    assert {batch["tokens"].shape for batch in batches} == {(4, 13)}
+    padding = batches[-1]["segment_ids"] == 0
+    assert padding.any()
+    assert (batches[-1]["tokens"][padding] == PAD).all()
+    assert not any((batch["segment_ids"] == 0).any() for batch in batches[:-1])
+
+
+def test_evaluation_repeats_and_stops_early(mixed):
+    batches = evaluate(mixed.split("all"), prefetch=2)
+    first, second = list(batches), list(batches)
+    assert len(first) == len(second) >= 2
+    for a, b in zip(first, second, strict=True):
+        assert_same(a, b)
+    short = list(evaluate(mixed.split("all"), num_batches=1, prefetch=2))
+    assert len(short) == 1
+    assert_same(short[0], first[0])
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_kf_115_hosts_have_equally_many_evaluation_batches(mixed, hosts):
+    """The last batch is padded on every host, and the global batches are those of one host."""
+    split = mixed.split("all")
+    alone = list(evaluate(split, rows_per_host=2 * hosts))
+    shares = [list(evaluate(split, process_index=i, process_count=hosts)) for i in range(hosts)]
+    assert {len(share) for share in shares} == {len(alone)}
+    for step, batch in enumerate(alone):
+        parts = [share[step] for share in shares]
+        assert_same(batch, {name: np.concatenate([p[name] for p in parts]) for name in batch})
+
+
+def test_kf_114_threads_only(mixed):
+    iterator = train(mixed.split("train"), prefetch=2, num_threads=4)
+    next(iterator)
+    assert not multiprocessing.active_children()
+    iterator.close()
+
+
+def test_kf_115_error_in_a_thread_reaches_the_loop(tmp_path):
+    """A file that goes away stops the next step with its name, instead of hanging it."""
+    for i in range(30):
+        (tmp_path / f"{i:02}.txt").write_text("text " * 50)
+    iterator = train(load_corpus(str(tmp_path)).split("train"), prefetch=2, num_threads=2)
+    next(iterator)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"data file '\d\d.txt'.*cannot be read any more"):
+        collections.deque(itertools.islice(iterator, 1000), maxlen=0)
+    iterator.close()
+
+
+def test_data_without_text_ends_instead_of_searching_for_ever(tmp_path):
+    split = write_texts(tmp_path, [""] * 5).split("all")
+    with pytest.raises(UserError, match="no readable text in 6 documents"):
+        next(train(split))
+    assert list(evaluate(split)) == []
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"rows_per_host": 0}, "rows_per_host is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"process_index": 2, "process_count": 2}, r"process_index 2 is outside 0\.\.1"),
+    ],
+)
+def test_impossible_options(mixed, options, message):
+    with pytest.raises(ValueError, match=message):
+        train(mixed.split("train"), **options)
+
+
+def test_document_changed_since_the_checkpoint(tmp_path):
+    """Same name and size, so the same fingerprint, but the document in use cannot be read again."""
+    split = write_texts(tmp_path, ["x" * 40]).split("all")
+    iterator = train(split)
+    next(iterator)
+    state = iterator.get_state()
+    size = (tmp_path / "data.jsonl").stat().st_size
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "y", "pad": ""}).ljust(size))
+    changed = train(load_corpus(str(tmp_path / "data.jsonl")).split("all"))
+    with pytest.raises(UserError, match="has changed; restore the data files"):
+        changed.set_state(state)
