@@ -29,10 +29,10 @@ class RouterStats(NamedTuple):
 
 def collect_stats(
     scores: Float[Array, "tokens E"],
-    cutoff: Float[Array, "tokens"],
+    cutoff: Float[Array, " tokens"],
     ids: Int[Array, "tokens A"],
-    bias: Float[Array, "E"],
-    mask: Bool[Array, "tokens"] | None = None,
+    bias: Float[Array, " E"],
+    mask: Bool[Array, " tokens"] | None = None,
     *,
     balancing: Balancing,
     num_bins: int,
@@ -90,8 +90,8 @@ def pool_stats(*parts: RouterStats) -> RouterStats:
 
 
 def update_bias(
-    bias: Float[Array, "E"], stats: RouterStats, *, num_active: int, balancing: Balancing
-) -> Float[Array, "E"]:
+    bias: Float[Array, " E"], stats: RouterStats, *, num_active: int, balancing: Balancing
+) -> Float[Array, " E"]:
     """The bias for the next step, from the statistics of the whole global batch of this step.
 
         b_j <- b^_j - mean(b^),   b^_j = quantile_{k/n} of r_:j         (K3 report, Eq. 13-14)
@@ -117,15 +117,15 @@ def update_bias(
 
 def exact_quantile(
     margins: Float[Array, "tokens E"], count: Int[Array, ""], num_active: int
-) -> Float[Array, "E"]:
+) -> Float[Array, " E"]:
     """b^_j: minus the (floor(q) + 1)-th largest margin of column j, so that q margins exceed it."""
     rank, _ = fair_share(count, num_active, margins.shape[-1])
     return jnp.sort(-margins, axis=0)[rank]
 
 
 def histogram_quantile(
-    counts: Int[Array, "E bins"], count: Int[Array, ""], bias: Float[Array, "E"], num_active: int
-) -> Float[Array, "E"]:
+    counts: Int[Array, "E bins"], count: Int[Array, ""], bias: Float[Array, " E"], num_active: int
+) -> Float[Array, " E"]:
     """b^_j interpolated in the bin that holds the ceil(q)-th smallest r (architecture 9.2).
 
         b^_j = lo + (bin + clip((q - c) / h, 0, 1)) w,   c counts below the bin, h counts in it
@@ -154,7 +154,7 @@ def fair_share(
     return rank, (left * num_active % num_experts).astype(jnp.float32) / num_experts
 
 
-def residual_range(bias: Float[Array, "E"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def residual_range(bias: Float[Array, " E"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(lower end, length) of the range of r, [min b - 1, max b + 1]; scores lie in [0, 1]."""
     return bias.min() - 1, bias.max() - bias.min() + 2
 

@@ -271,7 +271,7 @@ def test_layers_are_independent_under_vmap():
         np.testing.assert_array_equal(got[i], update(biases[i], stats[i]))
 
 
-# --------------------------------------------------------------- what it achieves (architecture 9.4)
+# -------------------------------------------------------------- what it achieves (architecture 9.4)
 
 
 @pytest.mark.parametrize("balancing", ESTIMATORS)

@@ -1,0 +1,363 @@
+"""Stable LatentMoE: many small experts that work in a narrow latent, shared experts beside them."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear, activation
+from k3jax.layers.norms import RMSNorm
+from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
+from k3jax.pallas_kernels.grouped_matmul.api import grouped_matmul
+from k3jax.sharding.annotate import Buffer, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentMoEConfig:
+    """One layer of routed and shared experts."""
+
+    num_experts: int  # n, routed experts
+    num_active: int  # k, routed experts per token
+    ffn_dim: int  # hidden width of one expert, routed or shared
+    latent_dim: int | None  # width in which routed experts read and write; None: the model's width
+    latent_norm: bool  # RMS norm of the weighted sum of experts, before it is projected up
+    num_shared: int  # experts every token uses, fused into one of width num_shared * ffn_dim
+    router: Literal["sigmoid", "softmax"]  # scores from logits
+    renormalize: bool  # divide the chosen scores by their sum
+    routed_scale: float  # factor on the combine weights
+    num_groups: int  # neighbouring experts form groups that compete first; 1: no groups
+    num_active_groups: int  # groups whose experts may be chosen
+    balancing: Balancing  # how the selection biases follow the load
+    num_bins: int  # bins of the quantile histogram
+
+    def __post_init__(self):
+        for name in ("num_experts", "num_active", "ffn_dim", "num_groups", "num_active_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"moe.{name}={getattr(self, name)} must be at least 1")
+        if self.num_active > self.num_experts:
+            raise ValueError(
+                f"moe.num_active={self.num_active} exceeds num_experts={self.num_experts}: a token "
+                f"chooses distinct experts, use at most {self.num_experts}"
+            )
+        if self.latent_dim is not None and self.latent_dim < 1:
+            raise ValueError(f"moe.latent_dim={self.latent_dim} must be at least 1, or None")
+        if self.latent_norm and self.latent_dim is None:
+            raise ValueError("moe.latent_norm=True needs latent_dim: set it, or latent_norm=False")
+        if self.num_shared < 0:
+            raise ValueError(f"moe.num_shared={self.num_shared} must be at least 0")
+        if self.router not in ("sigmoid", "softmax"):
+            raise ValueError(f"moe.router={self.router!r} is unknown: use 'sigmoid' or 'softmax'")
+        if not 0 < self.routed_scale < math.inf:
+            raise ValueError(
+                f"moe.routed_scale={self.routed_scale} must be a finite number above 0"
+            )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"moe.num_groups={self.num_groups} does not divide num_experts={self.num_experts}"
+            )
+        if self.num_active_groups > self.num_groups:
+            raise ValueError(
+                f"moe.num_active_groups={self.num_active_groups} exceeds "
+                f"num_groups={self.num_groups}"
+            )
+        if self.balancing not in ("quantile_histogram", "quantile_exact", "none"):
+            raise ValueError(
+                f"moe.balancing={self.balancing!r} is unknown: use 'quantile_histogram', "
+                "'quantile_exact' or 'none'"
+            )
+        if self.balancing == "quantile_histogram" and self.num_bins < 1:
+            raise ValueError(f"moe.num_bins={self.num_bins} must be at least 1")
+        rivals = self.num_experts // self.num_groups * self.num_active_groups
+        balanced = self.balancing != "none" and self.num_active < self.num_experts
+        if rivals < self.num_active + balanced:  # balancing compares with the best that lost
+            raise ValueError(
+                f"moe.num_active_groups={self.num_active_groups} leaves {rivals} experts for "
+                f"num_active={self.num_active} with balancing={self.balancing!r}: "
+                f"at least {self.num_active + balanced} are needed"
+            )
+
+    def build(
+        self,
+        width: int,
+        *,
+        activation: ActivationConfig,
+        norm_eps: float,
+        rngs: nnx.Rngs,
+        param_dtype: str,
+        init_std: float,
+    ) -> "LatentMoE":
+        return LatentMoE(
+            self,
+            width,
+            activation=activation,
+            norm_eps=norm_eps,
+            rngs=rngs,
+            param_dtype=param_dtype,
+            init_std=init_std,
+        )
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    ids: Int[Array, "*batch A"]  # chosen experts, distinct, best first
+    weights: Float[Array, "*batch A"]  # combine weights
+    scores: Float[Array, "*batch E"]  # unbiased
+    cutoff: Float[Array, "*batch"]  # alpha: the best biased score that lost, without gradient
+
+
+def route(
+    x: Float[Array, "*batch D"],
+    w: Float[Array, "D E"],
+    bias: Float[Array, " E"],
+    cfg: LatentMoEConfig,
+) -> Routing:
+    """Choose experts by biased scores, weight them by unbiased ones.
+
+        s = sigmoid(W x),  T = top_k(s + b),  p_j = scale s_j / (sum_T s + 1e-20)
+                                                                (architecture 8, steps 1-3)
+
+    Args:
+        x: activations.
+        w: router matrix.
+        bias: selection bias; no gradient reaches it.
+        cfg: the layer.
+
+    Numerics: float32 throughout, with full-precision products on every platform: logits 1e-4 apart
+    must not trade places. Equal biased scores: the lowest expert index wins.
+    """
+    logits = jnp.einsum(
+        "...d,de->...e",
+        x.astype(jnp.float32),
+        w.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else jax.nn.softmax(logits)
+    biased = _competing(jax.lax.stop_gradient(scores + bias), cfg)
+    best, ids = jax.lax.top_k(biased, min(cfg.num_active + 1, cfg.num_experts))
+    ids = ids[..., : cfg.num_active]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if cfg.renormalize and cfg.num_active > 1:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(ids, weights * cfg.routed_scale, scores, best[..., -1])
+
+
+def _competing(biased: Float[Array, "*batch E"], cfg: LatentMoEConfig) -> Float[Array, "*batch E"]:
+    """-inf for experts outside the best groups; a group counts as the sum of its two best."""
+    if cfg.num_groups == 1:
+        return biased
+    size = cfg.num_experts // cfg.num_groups
+    grouped = biased.reshape(*biased.shape[:-1], cfg.num_groups, size)
+    group_scores = jax.lax.top_k(grouped, min(2, size))[0].sum(-1)
+    _, chosen = jax.lax.top_k(group_scores, cfg.num_active_groups)
+    allowed = (chosen[..., None] == jnp.arange(cfg.num_groups)).any(-2)
+    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
+
+
+class Dispatch(NamedTuple):
+    """Rows (token, choice) sorted by expert; rows of padding tokens lie behind the last expert."""
+
+    order: Int[Array, " rows"]  # token-major index of each sorted row
+    inverse: Int[Array, " rows"]  # sorted position of each token-major row
+    group_sizes: Int[Array, " E"]  # rows per expert
+
+
+def plan_dispatch(
+    ids: Int[Array, "tokens A"], mask: Bool[Array, " tokens"] | None, num_experts: int
+) -> Dispatch:
+    """Sort the (token, choice) rows by expert, stably. Cost: two sorts of tokens * A integers."""
+    if mask is not None:
+        ids = jnp.where(mask[:, None], ids, num_experts)
+    expert = ids.reshape(-1)
+    order = jnp.argsort(expert)
+    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    return Dispatch(order, jnp.argsort(order), group_sizes)
+
+
+@jax.custom_vjp
+def permute(
+    x: Float[Array, "rows ..."], order: Int[Array, " rows"], inverse: Int[Array, " rows"]
+) -> Float[Array, "rows ..."]:
+    """x[order] for a permutation with a known inverse, so that the gradient too is a gather.
+
+    Autodiff alone would scatter-add, which is slower and, on GPUs, not deterministic.
+    """
+    return x[order]
+
+
+permute.defvjp(
+    lambda x, order, inverse: (x[order], (order, inverse)),
+    lambda saved, dy: (permute(dy, saved[1], saved[0]), None, None),
+)
+
+
+@jax.custom_vjp
+def project_and_combine(
+    a: Float[Array, "rows F"],
+    w2: Float[Array, "E F L"],
+    p: Float[Array, "tokens A"],
+    plan: Dispatch,
+) -> Float[Array, "tokens L"]:
+    """Last matrix of every expert, and the weighted sum over a token's experts.
+
+        u = sum_j p_j w2_j a_j                                  (architecture 8, steps 5-6)
+
+    Args:
+        a: activations of sorted rows.
+        w2: down projections of the experts.
+        p: combine weights, float32.
+        plan: the sort.
+
+    Returns: the sums, float32; zero where a token has no rows.
+    Numerics: products in a's dtype; weighting and sum in float32.
+    The gradient is that of sum_j w2_j (p_j a_j), the same function: dL/dp = <a, w2^T dL/du> needs
+    no expert output, so nothing of shape [rows, L] is kept for the backward pass.
+    """
+    y = grouped_matmul(a, w2, plan.group_sizes)
+    y = permute(y, plan.inverse, plan.order).reshape(*p.shape, -1)
+    return (y.astype(jnp.float32) * p[..., None]).sum(1)
+
+
+def _project_and_combine_bwd(saved, du):
+    a, w2, p, plan = saved
+
+    def weigh_then_project(a, w2, p):
+        p_rows = permute(p.reshape(-1), plan.order, plan.inverse)
+        weighted = (a.astype(jnp.float32) * p_rows[:, None]).astype(a.dtype)
+        y = permute(grouped_matmul(weighted, w2, plan.group_sizes), plan.inverse, plan.order)
+        return y.reshape(*p.shape, -1).astype(jnp.float32).sum(1)
+
+    return *jax.vjp(weigh_then_project, a, w2, p)[1](du), None
+
+
+project_and_combine.defvjp(
+    lambda a, w2, p, plan: (project_and_combine(a, w2, p, plan), (a, w2, p, plan)),
+    _project_and_combine_bwd,
+)
+
+
+class Experts(nnx.Module):
+    """The routed experts: E_j(z) = w2_j activation(w1_j z, w3_j z)."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        ffn_dim: int,
+        axis: str,
+        *,
+        activation: ActivationConfig,
+        rngs: nnx.Rngs,
+        param_dtype: str,
+        init_std: float,
+    ):
+        self.activation = activation
+        init = nnx.initializers.normal(init_std)
+        up, down = ("experts", axis, "ffn"), ("experts", "ffn", axis)
+        self.w1 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
+        self.w3 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
+        self.w2 = param(rngs, init, (num_experts, ffn_dim, dim), down, param_dtype)
+
+    def __call__(
+        self,
+        z: Float[Array, "tokens L"],
+        ids: Int[Array, "tokens A"],
+        weights: Float[Array, "tokens A"],
+        mask: Bool[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens L"]:
+        """Weighted sum of each token's experts, float32; 0 for padding tokens."""
+        w1, w3, w2 = (w[...].astype(z.dtype) for w in (self.w1, self.w3, self.w2))
+        plan = plan_dispatch(ids, mask, w1.shape[0])
+        rows = permute(jnp.repeat(z, ids.shape[1], axis=0), plan.order, plan.inverse)
+        gate = grouped_matmul(rows, w1, plan.group_sizes)
+        up = grouped_matmul(rows, w3, plan.group_sizes)
+        return project_and_combine(activation(self.activation, gate, up), w2, weights, plan)
+
+
+class LatentMoE(nnx.Module):
+    """Routed experts in a latent, their sum normalised and projected up, plus shared experts.
+
+        y = W_up rms(sum_j p_j E_j(W_down x)) + E_shared(x)     (K3 report, Eq. 11)
+
+    Router and shared experts read x in full width.
+    """
+
+    def __init__(
+        self,
+        cfg: LatentMoEConfig,
+        width: int,
+        *,
+        activation: ActivationConfig,
+        norm_eps: float,
+        rngs: nnx.Rngs,
+        param_dtype: str,
+        init_std: float,
+    ):
+        common = {"rngs": rngs, "param_dtype": param_dtype, "init_std": init_std}
+        self.cfg = cfg
+        self.gate = Linear((width,), (cfg.num_experts,), ("embed", "experts"), **common)
+        self.router_bias = Buffer(
+            jnp.zeros(cfg.num_experts, jnp.float32), logical_axes=("experts",)
+        )
+        dim, axis = width, "embed"
+        if cfg.latent_dim is not None:
+            dim, axis = cfg.latent_dim, "latent"
+            self.routed_expert_down_proj = Linear((width,), (dim,), ("embed", "latent"), **common)
+            self.routed_expert_up_proj = Linear((dim,), (width,), ("latent", "embed"), **common)
+        if cfg.latent_norm:
+            self.routed_expert_norm = RMSNorm(
+                dim, eps=norm_eps, rngs=rngs, param_dtype=param_dtype, axis=axis
+            )
+        self.experts = Experts(
+            cfg.num_experts, dim, cfg.ffn_dim, axis, activation=activation, **common
+        )
+        if cfg.num_shared:
+            self.shared_experts = FeedForward(
+                width, cfg.num_shared * cfg.ffn_dim, activation=activation, **common
+            )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        mask: Bool[Array, "B T"] | None = None,
+        collect: bool = False,
+    ) -> tuple[Float[Array, "B T D"], RouterStats | None]:
+        """Apply the layer.
+
+        Args:
+            x: activations; their dtype is the compute dtype.
+            mask: False for padding, which reaches no routed expert and no statistics.
+            collect: also return what Quantile Balancing needs.
+
+        Returns: the outputs in x's dtype, and the statistics or None.
+        """
+        cfg, tokens = self.cfg, x.reshape(-1, x.shape[-1])
+        mask = None if mask is None else mask.reshape(-1)
+        bias = self.router_bias[...]
+        with jax.named_scope("route"):
+            routing = route(tokens, self.gate.kernel[...], bias, cfg)
+        with jax.named_scope("routed_experts"):
+            z = tokens if cfg.latent_dim is None else self.routed_expert_down_proj(tokens)
+            u = self.experts(z, routing.ids, routing.weights, mask).astype(x.dtype)
+            u = self.routed_expert_norm(u) if cfg.latent_norm else u
+            y = u if cfg.latent_dim is None else self.routed_expert_up_proj(u)
+        if cfg.num_shared:
+            with jax.named_scope("shared_experts"):
+                y = y + self.shared_experts(tokens)
+        stats = None
+        if collect:
+            with jax.named_scope("collect_stats"):
+                stats = collect_stats(
+                    routing.scores,
+                    routing.cutoff,
+                    routing.ids,
+                    bias,
+                    mask,
+                    balancing=cfg.balancing,
+                    num_bins=cfg.num_bins,
+                )
+        return y.reshape(x.shape), stats
