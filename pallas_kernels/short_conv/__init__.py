@@ -1,0 +1,1 @@
+"""Depthwise causal convolution of a few taps, followed by SiLU."""

@@ -1,0 +1,1 @@
+"""Matrix product of rows with one weight matrix per group of rows."""

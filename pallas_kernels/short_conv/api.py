@@ -1,0 +1,56 @@
+"""The short convolution in front of the KDA recurrence (architecture 5.2)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def short_conv(
+    x: Float[Array, "B T H K"],
+    kernel: Float[Array, "W H K"],
+    *,
+    cache: Float[Array, "B W1 H K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B W1 H K"]]:
+    """Depthwise causal convolution and SiLU, with what a later call needs to go on.
+
+        y_t = SiLU(sum_j w_j x_{t-W+1+j}),   j = 0 .. W-1      (architecture 5.2)
+
+    Args:
+        x: inputs, before the activation.
+        kernel: taps, oldest first; the last one meets the current token.
+        cache: the W - 1 inputs before x, oldest first; zeros if omitted. They belong to the row's
+            first document.
+        segment_ids: document of each token, in runs; 0 is padding, which gives 0 and is never read.
+            Taps that reach into another document are zero.
+        lengths: tokens of each row, counted from the left, after which the returned cache is taken
+            (rows padded on the right); all T if omitted.
+
+    Returns: outputs in x's dtype, and the cache after token `lengths`, in the cache's dtype or x's.
+    Numerics: float32 inside.
+    """
+    B, T = x.shape[:2]
+    W = kernel.shape[0]
+    past = jnp.zeros((B, W - 1, *x.shape[2:]), x.dtype) if cache is None else cache
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)  # B W-1+T H K
+    if segment_ids is not None:
+        # The row's first document is that of its first real token; the cache belongs to it too.
+        first = jnp.take_along_axis(segment_ids, jnp.argmax(segment_ids > 0, axis=1)[:, None], axis=1)
+        document = jnp.concatenate([jnp.repeat(first, W - 1, axis=1), segment_ids], axis=1)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for j in range(W):
+        tap = inputs[:, j : j + T].astype(jnp.float32)
+        if segment_ids is not None:
+            # a select: padding and other documents may hold anything, NaN included
+            same = (document[:, j : j + T] == segment_ids) & (segment_ids > 0)
+            tap = jnp.where(same[..., None, None], tap, 0)
+        y += tap * kernel[j].astype(jnp.float32)
+    if W == 1:
+        return jax.nn.silu(y).astype(x.dtype), past
+    if lengths is None:
+        new_cache = inputs[:, T:]
+    else:
+        take = lengths[:, None] + jnp.arange(W - 1, dtype=lengths.dtype)
+        new_cache = jnp.take_along_axis(inputs, take[..., None, None], axis=1)
+    return jax.nn.silu(y).astype(x.dtype), new_cache.astype(past.dtype)
