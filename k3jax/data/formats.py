@@ -9,7 +9,7 @@ import collections
 import json
 import threading
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Document(NamedTuple):
     last: bool = True
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Documents of one file by index; None for an empty one. Safe to call from several threads."""
 

@@ -9,8 +9,10 @@ All work is done by threads of this process: no worker can die alone, no shared 
 a tokenizer that was used before is safe. An error in a thread is raised by the next `next()`.
 """
 
+import atexit
 import functools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,9 +136,19 @@ class TrainIterator(grain.DatasetIterator):
         super().__init__(batches)
         self._batches = batches
         self._identity = identity
+        # Symptom without this: AttributeError in grain's __del__ when Python exits (grain 0.2.18).
+        atexit.register(_close, weakref.ref(self))
 
     def __next__(self) -> Batch:
+        self._assert_not_closed()
         return next(self._batches)
+
+    def close(self) -> None:
+        """Ends the threads. Done at exit at the latest, while grain's modules are still there."""
+        if not self._closed:
+            super().close()
+            self._parents = ()
+            del self._batches
 
     def get_state(self) -> dict[str, Any]:
         return {"identity": self._identity, "position": self._batches.get_state()}
@@ -150,6 +162,12 @@ class TrainIterator(grain.DatasetIterator):
                     f" {field}={here!r}; {fix}, or start in a new --run-dir"
                 )
         self._batches.set_state(state["position"])
+
+
+def _close(reference: weakref.ref) -> None:
+    iterator = reference()
+    if iterator is not None:
+        iterator.close()
 
 
 def tokenize(document: Document, tokenizer: Tokenizer) -> Int[np.ndarray, " T"]:

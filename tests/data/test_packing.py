@@ -7,6 +7,9 @@ import json
 import logging
 import multiprocessing
 import random
+import threading
+import time
+import weakref
 
 import grain
 import numpy as np
@@ -343,10 +346,22 @@ def test_kf_115_hosts_have_equally_many_evaluation_batches(mixed, hosts):
 
 
 def test_kf_114_threads_only(mixed):
+    """No process to lose; closing ends the threads and frees grain's iterators before exit."""
+    before = threading.active_count()
     iterator = train(mixed.split("train"), prefetch=2, num_threads=4)
     next(iterator)
     assert not multiprocessing.active_children()
+    assert threading.active_count() > before
+    inner = weakref.ref(iterator._batches)
     iterator.close()
+    iterator.close()
+    assert inner() is None
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+    with pytest.raises(ValueError, match="closed iterator"):
+        next(iterator)
 
 
 def test_kf_115_error_in_a_thread_reaches_the_loop(tmp_path):
