@@ -45,7 +45,7 @@ class KDAConfig:
     backend: str | None  # implementation of the recurrence; None takes the first that fits
 
     def __post_init__(self):
-        for name in ("num_heads", "head_dim", "chunk_size"):
+        for name in ("num_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"kda.{name}={getattr(self, name)} must be at least 1")
         for name in ("conv_size", "gate_rank", "out_gate_rank"):
@@ -66,6 +66,8 @@ class KDAConfig:
             )
         if self.beta_max not in (1.0, 2.0):
             raise ValueError(f"kda.beta_max={self.beta_max}: use 1.0, or 2.0 for beta in (0, 2)")
+        if self.chunk_size not in (16, 32, 64, 128, 256):
+            raise ValueError(f"kda.chunk_size={self.chunk_size}: use 16, 32, 64, 128 or 256")
         if not 0 < self.norm_eps < math.inf:
             raise ValueError(f"kda.norm_eps={self.norm_eps} must be a finite number above 0")
 

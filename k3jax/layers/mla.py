@@ -246,7 +246,7 @@ class GatedMLA(nnx.Module):
             return self.o_proj(o.astype(x.dtype)), cache, jax.lax.stop_gradient(top)
 
     def _project(self, x, segment_ids, q_position, *, decoding):
-        """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if rope_theta is set."""
+        """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if rope_theta."""
         cfg = self.cfg
         if cfg.q_rank is None:
             q = self.q_proj(x)

@@ -1,0 +1,163 @@
+"""What tests share: the tolerance table, and the contract that every KDA variant keeps."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.layers.kda import KDACache, KDAConfig
+
+# Largest error over largest expected value, for full-precision matrix products. Raising one is a
+# change of its own.
+TOLERANCE = {
+    "float32": 1e-5,  # outputs and states of an op or layer
+    "float32_grad": 1e-4,  # its gradients
+    "bfloat16": 2e-2,  # the same computed in bfloat16, against float32
+}
+
+
+def assert_close(
+    got: Any,
+    want: Any,
+    kind: Literal["float32", "float32_grad", "bfloat16"] = "float32",
+    what: str = "",
+) -> None:
+    """Asserts that two trees of arrays agree: max |got - want| <= TOLERANCE[kind] max |want|.
+
+    Every leaf is compared on its own; NaN and infinity never pass.
+    """
+    tolerance, want_leaves = TOLERANCE[kind], jax.tree_util.tree_leaves_with_path(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want), f"{what}: trees differ"
+    for got_leaf, (path, want_leaf) in zip(jax.tree.leaves(got), want_leaves, strict=True):
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        a, b = (np.asarray(leaf).astype(np.float64) for leaf in (got_leaf, want_leaf))
+        assert a.shape == b.shape, f"{where}: shape {a.shape}, expected {b.shape}"
+        if not b.size:
+            continue
+        error, scale = np.abs(a - b).max(), np.abs(b).max()
+        assert error <= tolerance * scale, (
+            f"{where}: error {error:.3g} where values reach {scale:.3g}, allowed {tolerance} times "
+            f"that ({kind})"
+        )
+
+
+def check_kda_contract(cfg: KDAConfig, *, width: int = 24, seed: int = 0) -> None:
+    """Asserts what model and decoder rely on, for the layer that `cfg.build` returns.
+
+    1. Causality: no output depends on a later token, not even through rounding.
+    2. Splitting: a row cut anywhere and continued from the cache gives the same outputs and cache.
+    3. Token by token gives them too.
+    4. Gradients equal those of the token-by-token form.
+    5. Documents: packed rows equal separate ones; no gradient crosses a boundary or enters padding.
+    6. bfloat16 stays near float32, and the memory is float32 in both.
+
+    Args:
+        cfg: a small layer: the check runs 2 chunk_size + 3 tokens.
+        width: model width D, channels.
+        seed: of parameters and inputs.
+    """
+    with jax.default_matmul_precision("highest"):
+        probe = _Probe(cfg, width, seed)
+        _check_sequence(probe)
+        _check_documents(probe)
+        _check_low_precision(probe)
+
+
+class _Probe:
+    """A layer with parameters and input, and the three compiled ways to call it."""
+
+    def __init__(self, cfg: KDAConfig, width: int, seed: int):
+        def build():
+            layer = cfg.build(width, rngs=nnx.Rngs(0), param_dtype="float32", init_std=0.02)
+            return nnx.split(layer)
+
+        graphdef, state = jax.eval_shape(build)
+        draw = np.random.default_rng(seed).standard_normal
+
+        def trained(path, leaf):
+            # Wide logits: decays from none to the bound, not the mild ones of a fresh layer.
+            return (path[-1].key == "weight") + 0.3 * draw(leaf.shape, np.float32)
+
+        self.params = jax.tree_util.tree_map_with_path(trained, nnx.to_pure_dict(state))
+        self.cfg, self.chunk, self.size = cfg, cfg.chunk_size, 2 * cfg.chunk_size + 3
+        self.x = draw((2, self.size, width), np.float32)
+        self.d_y = draw((2, self.size, width), np.float32)
+        self.column = np.arange(self.size)
+
+        def layer(params, x, segment_ids, cache):
+            return nnx.merge(graphdef, params)(x, segment_ids, cache)
+
+        def pull(params, x, segment_ids, d_y):
+            y, vjp = jax.vjp(lambda p, x: layer(p, x, segment_ids, None)[0], params, x)
+            return y, vjp(d_y)
+
+        def stepwise(params, x, cache, d_y):
+            def run(params, x):
+                def step(cache, token):
+                    y, cache = layer(params, token[:, None], None, cache)
+                    return cache, y[:, 0]
+
+                last, y = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
+                return jnp.moveaxis(y, 0, 1), last
+
+            y, vjp, last = jax.vjp(run, params, x, has_aux=True)
+            return y, last, vjp(d_y)
+
+        self.layer, self.pull, self.stepwise = jax.jit(layer), jax.jit(pull), jax.jit(stepwise)
+
+    def empty(self, dtype: str = "float32") -> KDACache:
+        return self.cfg.init_cache(2, self.size, dtype)
+
+    def first(self, count: int) -> np.ndarray:
+        """Segment ids of rows with `count` real tokens, padded on the right."""
+        return np.broadcast_to(self.column < count, self.x.shape[:2]).astype(np.int32)
+
+
+def _check_sequence(p: _Probe) -> None:
+    chunk, size, everything = p.chunk, p.size, p.first(p.size)
+    y, grads = p.pull(p.params, p.x, everything, p.d_y)
+    y_cached, last = p.layer(p.params, p.x, everything, p.empty())
+    assert_close(y_cached, y, what="an empty cache and no cache")
+
+    d_early = np.where(p.first(chunk + 1)[..., None], p.d_y, 0)
+    leak = np.asarray(p.pull(p.params, p.x, everything, d_early)[1][1][:, chunk + 1 :])
+    assert not leak.any(), "causality: an output depends on a later token"
+
+    for cut in (1, chunk - 1, chunk, chunk + 1, size - 1):
+        head, cache = p.layer(p.params, p.x, p.first(cut), p.empty())
+        rest, cache = p.layer(p.params, np.roll(p.x, -cut, 1), p.first(size - cut), cache)
+        joined = np.concatenate([head[:, :cut], rest[:, : size - cut]], axis=1)
+        assert_close((joined, cache), (y, last), what=f"splitting after {cut} tokens: ")
+
+    y_steps, last_step, grads_steps = p.stepwise(p.params, p.x, p.empty(), p.d_y)
+    assert_close((y_steps, last_step), (y, last), what="token by token: ")
+    assert_close(grads, grads_steps, "float32_grad", "gradients: ")
+
+
+def _check_documents(p: _Probe) -> None:
+    one, two = p.chunk - 1, p.chunk // 2 + 2  # tokens of two documents; the rest is padding
+    packed = p.first(one) + 2 * (p.first(one + two) - p.first(one))
+    inside = (packed == 2)[..., None]
+    y, (_, d_x) = p.pull(p.params, p.x, packed, np.where(inside, p.d_y, 0))
+    y, d_x = np.asarray(y), np.asarray(d_x)
+    alone = [p.layer(p.params, np.roll(p.x, -at, 1), p.first(n), p.empty())[0]
+             for at, n in ((0, one), (one, two))]  # fmt: skip
+    assert_close(y[:, :one], alone[0][:, :one], what="documents: the first of a row")
+    assert_close(y[:, one : one + two], alone[1][:, :two], what="documents: the second of a row")
+    assert not y[:, one + two :].any(), "documents: padding gives an output"
+    assert np.isfinite(d_x).all(), "documents: a gradient is not finite"
+    assert not np.where(inside, 0, d_x).any(), "documents: a gradient crosses a boundary"
+
+
+def _check_low_precision(p: _Probe) -> None:
+    everything = p.first(p.size)
+    want, _ = p.layer(p.params, p.x, everything, p.empty())
+    x = jnp.asarray(p.x, jnp.bfloat16)
+    got, cache = p.layer(p.params, x, everything, p.empty("bfloat16"))
+    assert got.dtype == jnp.bfloat16, f"bfloat16 activations give {got.dtype} outputs"
+    assert cache.state.dtype == jnp.float32, f"the memory is {cache.state.dtype}, not float32"
+    want, got = np.asarray(want), np.asarray(got).astype(np.float32)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error <= TOLERANCE["bfloat16"], f"bfloat16 is {error:.3g} off float32 (in norm)"
