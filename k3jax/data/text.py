@@ -258,11 +258,13 @@ class _Found:
 
 
 def _find(data: str) -> _Found:
+    if not data.strip():
+        raise UserError(f"data {data!r} is no path; give a file, folder or glob of {_SUPPORTED}")
     path = Path(data).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, also answers for a name that is too long
         found = _Found(path)
         found.walk(path)
-    elif path.exists():
+    elif os.path.exists(path):
         if path.suffix.lower() not in SUFFIXES:
             raise UserError(
                 f"data {data!r} has suffix {path.suffix!r}; supported are {_SUPPORTED}: rename or"

@@ -7,6 +7,7 @@ Controls enter through their ids only (`bos_id`, `eos_id`, `specials`).
 import abc
 import codecs
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import SupportsInt
@@ -136,10 +137,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     expected = "give 'bytes', a tokenizer.json or a tiktoken file (*.model, *.tiktoken)"
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, also answers for a name that is too long
         found = [path / name for name in ("tokenizer.json", "tiktoken.model")]
         path = next((file for file in found if file.exists()), path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"tokenizer {spec!r} is not a file or holds none; {expected}")
     try:
         if path.suffix == ".json":

@@ -350,6 +350,7 @@ def test_names_with_glob_characters(tmp_path):
 BAD_DATA = {
     "nowhere": "'{}' does not exist; give --data a file, folder or glob of .txt .md .py .jsonl",
     "*.txt": "'{}' matches no file; give --data",
+    "x" * 5000: "does not exist; give --data",
     "table.csv": "'{}' has suffix '.csv'; supported are .txt",
     "noext": "'{}' has suffix ''; supported are",
     "folder": "'{}' has no file of a supported kind (0 others); supported are .txt",
@@ -379,6 +380,11 @@ def test_bad_data(tmp_path, name):
         load_corpus(data)
     assert BAD_DATA[name].format(data) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_empty_argument_is_not_the_working_folder():
+    with pytest.raises(UserError, match="data ' ' is no path; give a file"):
+        load_corpus(" ")
 
 
 def test_single_document_has_no_validation_split(tmp_path):

@@ -299,6 +299,12 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.parametrize("spec", ["", "gpt2", "x" * 5000])
+def test_bad_names(spec):
+    with pytest.raises(UserError, match="is not a file or holds none; give 'bytes'"):
+        load_tokenizer(spec)
+
+
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_files(tmp_path, name):
     content, message = BAD_FILES[name]
