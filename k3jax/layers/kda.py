@@ -142,12 +142,13 @@ class KimiDeltaAttention(nnx.Module):
             )
 
         self.cfg = cfg
-        for name, axis in (("q", "key"), ("k", "key"), ("v", "value")):
-            proj = linear((width,), (heads, dim), ("embed", "heads", axis))
-            setattr(self, f"{name}_proj", proj)
-            if cfg.conv_size is not None:
-                conv = ShortConv(cfg.conv_size, heads, dim, axis, rngs=rngs)
-                setattr(self, f"{name}_conv1d", conv)
+        self.q_proj = linear((width,), (heads, dim), ("embed", "heads", "key"))
+        self.k_proj = linear((width,), (heads, dim), ("embed", "heads", "key"))
+        self.v_proj = linear((width,), (heads, dim), ("embed", "heads", "value"))
+        if cfg.conv_size is not None:
+            self.q_conv1d = ShortConv(cfg.conv_size, heads, dim, "key", rngs=rngs)
+            self.k_conv1d = ShortConv(cfg.conv_size, heads, dim, "key", rngs=rngs)
+            self.v_conv1d = ShortConv(cfg.conv_size, heads, dim, "value", rngs=rngs)
 
         decays, rank = (heads, cfg.decay_dim), cfg.gate_rank
         if rank is None:
@@ -172,7 +173,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def log_decay(self, z: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
         """Log-decay g <= 0, nats per token, float32, of the biased decay logits z (Eq. 5)."""
-        if self.cfg.gate == "softplus":
+        if self.cfg.g_min is None:
             return softplus_log_decay(z, self.A_log[...])
         return bounded_log_decay(z, self.A_log[...], self.cfg.g_min)
 
@@ -221,34 +222,29 @@ class KimiDeltaAttention(nnx.Module):
         Numerics: matmuls in x's dtype; convolution, gates, norms and memory in float32.
         Cost: O(T) in time; the cache does not grow.
         """
+        cfg = self.cfg
         with jax.named_scope("kda"):
             q, k, v, conv = self._project(x, segment_ids, cache)
-            q = (l2_normalize(q.astype(jnp.float32)) * q.shape[-1] ** -0.5).astype(x.dtype)
+            q = (l2_normalize(q.astype(jnp.float32)) * cfg.head_dim**-0.5).astype(x.dtype)
             k = l2_normalize(k)
-            logits = (
-                self.f_proj(x) if self.cfg.gate_rank is None else self.f_b_proj(self.f_a_proj(x))
-            )
-            g = self.log_decay(logits.astype(jnp.float32) + self.dt_bias[...])
-            beta = self.cfg.beta_max * jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
-            o, state = self.mix(q, k, v, g, beta, cache and cache.state, segment_ids)
-            rank = self.cfg.out_gate_rank
-            gate = self.g_proj(x) if rank is None else self.g_b_proj(self.g_a_proj(x))
-            o = gated_rms_norm(o, self.o_norm.weight[...], gate, self.cfg.norm_eps)
-            return self.o_proj(o), cache and KDACache(conv, state)
+            z = self.f_proj(x) if cfg.gate_rank is None else self.f_b_proj(self.f_a_proj(x))
+            g = self.log_decay(z.astype(jnp.float32) + self.dt_bias[...])
+            beta = cfg.beta_max * jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
+            state = None if cache is None else cache.state
+            o, state = self.mix(q, k, v, g, beta, state, segment_ids)
+            gate = self.g_proj(x) if cfg.out_gate_rank is None else self.g_b_proj(self.g_a_proj(x))
+            y = self.o_proj(gated_rms_norm(o, self.o_norm.weight[...], gate, cfg.norm_eps))
+            return y, None if conv is None else KDACache(conv, state)
 
     def _project(self, x, segment_ids, cache):
         """q, k, v after convolution and SiLU, and the new conv cache (None without a cache)."""
-        projections = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None if cache is None else cache.conv  # B W-1 3 H K
         if self.cfg.conv_size is None:
-            qkv = (jax.nn.silu(p.astype(jnp.float32)).astype(x.dtype) for p in projections)
-            return *qkv, cache and cache.conv
-        lengths = None if cache is None or segment_ids is None else (segment_ids > 0).sum(1)
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        outs, windows = zip(
-            *(
-                conv(p, cache and cache.conv[:, :, i], segment_ids, lengths)
-                for i, (conv, p) in enumerate(zip(convs, projections, strict=True))
-            ),
-            strict=True,
-        )
-        return *outs, cache and jnp.stack(windows, axis=2)
+            return *(jax.nn.silu(a.astype(jnp.float32)).astype(x.dtype) for a in (q, k, v)), conv
+        past = (None,) * 3 if conv is None else jnp.unstack(conv, axis=2)
+        lengths = None if segment_ids is None or conv is None else (segment_ids > 0).sum(1)
+        q, q_past = self.q_conv1d(q, past[0], segment_ids, lengths)
+        k, k_past = self.k_conv1d(k, past[1], segment_ids, lengths)
+        v, v_past = self.v_conv1d(v, past[2], segment_ids, lengths)
+        return q, k, v, None if conv is None else jnp.stack([q_past, k_past, v_past], axis=2)

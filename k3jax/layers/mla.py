@@ -77,7 +77,7 @@ def attention(
     q_segment: Int[Array, "B T"],
     k_segment: Int[Array, "B S"],
     block: int = QUERY_BLOCK,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "H"]]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
     """Causal softmax attention inside documents.
 
         o_t = sum_s p_ts v_s,   p_t = softmax_s(scale q_t . k_s)
@@ -199,8 +199,8 @@ class GatedMLA(nnx.Module):
         x: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
         cache: MLACache | None = None,
-        length: Int[Array, "B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, "H"]]:
+        length: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, " H"]]:
         """Apply the layer.
 
         Args:
@@ -228,7 +228,7 @@ class GatedMLA(nnx.Module):
             q, latent = self._project(x, segment_ids, q_position, decoding=cache is not None)
 
             k_segment = segment_ids
-            if cache is not None:
+            if cache is not None and length is not None:
                 slot = jnp.where(segment_ids > 0, q_position, cache.latent.shape[1])
                 rows = jnp.arange(x.shape[0])[:, None]
                 cache = MLACache(cache.latent.at[rows, slot].set(latent, mode="drop"))

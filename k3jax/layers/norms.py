@@ -9,7 +9,7 @@ from k3jax.sharding.annotate import param
 
 
 def rms_norm(
-    x: Float[Array, "*batch D"], weight: Float[Array, "D"], eps: float
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float
 ) -> Float[Array, "*batch D"]:
     """Root-mean-square normalisation of the last dimension.
 
@@ -31,7 +31,7 @@ def rms_norm(
 
 def gated_rms_norm(
     x: Float[Array, "*batch V"],
-    weight: Float[Array, "V"],
+    weight: Float[Array, " V"],
     gate: Float[Array, "*batch V"],
     eps: float,
 ) -> Float[Array, "*batch V"]:
