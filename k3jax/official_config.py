@@ -36,6 +36,9 @@ class _Required(Mapping):
             raise ValueError(f"config lacks {self.where}{key}, which defines the model: add it")
         return self.values_[key]
 
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values_.get(key, default)
+
     def __iter__(self):
         return iter(self.values_)
 
