@@ -43,6 +43,26 @@ def assert_close(
         )
 
 
+def random_layer(cfg: Any, width: int, seed: int = 0) -> tuple[Any, dict]:
+    """(graphdef, parameters) of `cfg.build(width)` with wide random parameters, without compiling.
+
+    A fresh layer hides mistakes: its gates are mild and its norms are the identity. Here decays
+    reach from none to the bound, and every norm weight differs from one.
+    """
+
+    def build():
+        layer = cfg.build(width, rngs=nnx.Rngs(0), param_dtype="float32", init_std=0.02)
+        return nnx.split(layer)
+
+    graphdef, state = jax.eval_shape(build)
+    draw = np.random.default_rng(seed).standard_normal
+
+    def wide(path, leaf):
+        return (path[-1].key == "weight") + np.float32(0.3) * draw(leaf.shape, np.float32)
+
+    return graphdef, jax.tree_util.tree_map_with_path(wide, nnx.to_pure_dict(state))
+
+
 def check_kda_contract(cfg: KDAConfig, *, width: int = 24, seed: int = 0) -> None:
     """Asserts what model and decoder rely on, for the layer that `cfg.build` returns.
 
@@ -69,18 +89,8 @@ class _Probe:
     """A layer with parameters and input, and the three compiled ways to call it."""
 
     def __init__(self, cfg: KDAConfig, width: int, seed: int):
-        def build():
-            layer = cfg.build(width, rngs=nnx.Rngs(0), param_dtype="float32", init_std=0.02)
-            return nnx.split(layer)
-
-        graphdef, state = jax.eval_shape(build)
+        graphdef, self.params = random_layer(cfg, width, seed)
         draw = np.random.default_rng(seed).standard_normal
-
-        def trained(path, leaf):
-            # Wide logits: decays from none to the bound, not the mild ones of a fresh layer.
-            return (path[-1].key == "weight") + 0.3 * draw(leaf.shape, np.float32)
-
-        self.params = jax.tree_util.tree_map_with_path(trained, nnx.to_pure_dict(state))
         self.cfg, self.chunk, self.size = cfg, cfg.chunk_size, 2 * cfg.chunk_size + 3
         self.x = draw((2, self.size, width), np.float32)
         self.d_y = draw((2, self.size, width), np.float32)
