@@ -178,6 +178,8 @@ def test_kf_113_more_hosts_and_threads_than_documents(tmp_path, caplog):
     order = [text for row in rounds for text in row]  # the sequence that was dealt to the hosts
     for epoch in range(4):
         assert sorted(order[3 * epoch : 3 * epoch + 3]) == ["docA", "docB", "docC"]
+    readers = [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+    assert 0 < len(readers) <= 4 * 3  # hosts × documents
     for host in hosts:
         host.close()
 

@@ -91,10 +91,11 @@ def byte_level(tmp_path_factory):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([text for text in TEXTS if "<" not in text] * 5, trainer)
+    texts = [text for text in TEXTS if "<" not in text] + ["</"] * 20
+    tokenizer.train_from_iterator(texts * 5, trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=64)
+    tokenizer.enable_padding(length=64, pad_id=ord("a"))
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     tokenizer.save(str(path))
     return load_tokenizer(str(path))
@@ -247,6 +248,10 @@ def test_template_truncation_and_padding_are_off(byte_level):
     assert len(ids) > 4
     assert not set(ids) & {byte_level.bos_id, byte_level.eos_id, byte_level.pad_id}
     assert (byte_level.bos_id, byte_level.eos_id, byte_level.pad_id) == (0, 1, 2)
+
+
+def test_control_names_are_encoded_like_other_text(byte_level):
+    assert [byte_level.piece(i) for i in byte_level.encode("</s>")] == [b"</", b"s", b">"]
 
 
 def test_control_words_of_a_word_vocabulary_stay_text(word_level):
