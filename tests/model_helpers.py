@@ -18,21 +18,25 @@ from tests.golden_io import load
 
 
 def tiny_config(**changes) -> K3Config:
-    """Kimi K3 with every mechanism and 16-wide heads; 9 layers, two scanned groups when `num_layers` is 13."""
+    """Kimi K3 with every mechanism at 16-wide heads: a dense layer, two scanned groups, a closing layer.
+
+    Groups are KDA + MLA, not three to one: fewer layers to compile.
+    """
     k3 = kimi_k3_model()
     assert k3.moe is not None
     cfg = replace(
         k3,
         vocab_size=64,
         width=32,
-        num_layers=13,
+        num_layers=7,
+        pattern=("kda", "mla"),
         dense_ffn_dim=48,
         kda=replace(k3.kda, num_heads=2, head_dim=16, gate_rank=16, chunk_size=16),
         mla=replace(
             k3.mla, num_heads=2, q_rank=16, kv_rank=16, qk_nope_dim=16, qk_shared_dim=8, v_dim=16
         ),
         moe=replace(k3.moe, num_experts=8, num_active=2, ffn_dim=16, latent_dim=16, num_bins=64),
-        attn_res=AttnResConfig(kind="block", block_size=4),
+        attn_res=AttnResConfig(kind="block", block_size=3),
         dtype="float32",
         remat="none",
     )

@@ -67,7 +67,7 @@ def test_plan_covers_each_layer_once(num_layers, dense):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(num_layers=12), "num_layers=12 does not match .* use 9 or 13"),
+        (dict(num_layers=8), "num_layers=8 does not match .* use 7 or 9"),
         (dict(pattern=()), "pattern is empty"),
         (dict(pattern=("kda", "rnn")), "'rnn'"),
         (dict(num_dense_layers=99), "num_dense_layers=99"),
@@ -114,8 +114,7 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
             assert error <= 3 * tolerance, (jax.tree_util.keystr(path), remat, float(error))
 
 
-@pytest.mark.parametrize("depth", [1, 5, 13])
-@pytest.mark.parametrize("cut", [0, 1, 3])
+@pytest.mark.parametrize(("depth", "cut"), [(1, 0), (5, 1), (5, 3), (7, 4)])
 def test_kf_071_start_in_the_middle(depth, cut):
     """Layers before and after a cut, with the handed-over bank, equal one run; any depth works."""
     cfg = tiny_config(num_layers=depth)
@@ -166,7 +165,7 @@ def test_kf_070_one_bank_for_the_backward_pass():
 def test_kf_103_scan_returns_no_parameters():
     """Nothing parameter-sized leaves the forward pass, and nothing large is baked into it."""
     sizes = {}
-    for depth in (13, 45):
+    for depth in (7, 31):
         cfg = tiny_config(num_layers=depth)
         graphdef, params, buffers = split_abstract(cfg)
         forward = lambda p, b: nnx.merge(graphdef, p, b)(jnp.zeros((1, 8), jnp.int32))  # noqa: E731, B023
@@ -175,11 +174,11 @@ def test_kf_103_scan_returns_no_parameters():
         jaxpr = jax.make_jaxpr(forward)(params, buffers)
         assert all(np.size(c) * 4 < 1 << 20 for c in jaxpr.consts)
         sizes[depth] = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert sizes[45] <= 1.2 * sizes[13]
+    assert sizes[31] <= 1.2 * sizes[7]
 
 
 def test_depth_does_not_grow_the_program():
-    """The traced program of 93 layers has the size of the one of 13."""
+    """The traced program of 93 layers has the size of the one of 7."""
 
     def size(depth):
         cfg = tiny_config(num_layers=depth)
@@ -190,7 +189,7 @@ def test_depth_does_not_grow_the_program():
             .as_text()
         )
 
-    assert size(93) <= 1.1 * size(13)
+    assert size(93) <= 1.1 * size(7)
 
 
 def test_kf_104_calls_leave_the_model_alone(model):

@@ -21,7 +21,7 @@ def short_conv(
         x: inputs, before the activation.
         kernel: taps, oldest first; the last one meets the current token.
         cache: the W - 1 inputs before x, oldest first; zeros if omitted. They belong to the row's
-            first document.
+            first document; with a cache, padding lies on the right.
         segment_ids: document of each token, in runs; 0 is padding, which gives 0 and is never read.
             Taps that reach into another document are zero.
         lengths: tokens of each row, counted from the left, after which the returned cache is taken
@@ -38,14 +38,16 @@ def short_conv(
         # The row's first document is that of its first real token; the cache belongs to it too.
         first = jnp.take_along_axis(segment_ids, jnp.argmax(segment_ids > 0, axis=1)[:, None], axis=1)
         document = jnp.concatenate([jnp.repeat(first, W - 1, axis=1), segment_ids], axis=1)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for j in range(W):
-        tap = inputs[:, j : j + T].astype(jnp.float32)
+    y = x.astype(jnp.float32) * kernel[W - 1].astype(jnp.float32)
+    if segment_ids is not None:
+        y = jnp.where((segment_ids > 0)[..., None, None], y, 0)
+    for j in range(W - 1):
+        tap = inputs[:, j : j + T].astype(jnp.float32) * kernel[j].astype(jnp.float32)
         if segment_ids is not None:
             # a select: padding and other documents may hold anything, NaN included
             same = (document[:, j : j + T] == segment_ids) & (segment_ids > 0)
             tap = jnp.where(same[..., None, None], tap, 0)
-        y += tap * kernel[j].astype(jnp.float32)
+        y += tap
     if W == 1:
         return jax.nn.silu(y).astype(x.dtype), past
     if lengths is None:
