@@ -1,7 +1,6 @@
 """Generation: prefill the prompt, then one-token steps over the hybrid cache inside one compiled loop."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -167,24 +166,10 @@ class Generator:
                 row.extend(block)
         return rows
 
-    def stream_text(
-        self, prompt: str, max_tokens: int, seed: int = 0, emit: Callable[[str], None] | None = None
-    ) -> tuple[str, float]:
-        """Continue one text; `emit` receives each piece as soon as it is whole characters.
-
-        Returns: the new text and tokens per second, prefill and compilation included.
-        """
-        decoder = self.tokenizer.incremental_decoder()
-        begin, pieces, count = time.perf_counter(), [], 0
-        for (block,) in self.stream([[self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]], max_tokens, seed):
-            count += len(block)
-            piece = decoder.push([t for t in block if t != self.tokenizer.eos_id])
-            pieces.append(piece)
-            if emit:
-                emit(piece)
-        pieces.append(decoder.flush())
-        if emit:
-            emit(pieces[-1])
-        return "".join(pieces), count / (time.perf_counter() - begin)
-
-
+    def stream_text(self, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[str]:
+        """Continuation of one text, in pieces of whole characters; arguments as in `stream`."""
+        decoder = self.tokenizer.stream()
+        tokens = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        for (block,) in self.stream([tokens], max_tokens, seed):
+            yield "".join(decoder.push(token) for token in block if token != self.tokenizer.eos_id)
+        yield decoder.flush()
