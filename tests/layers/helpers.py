@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from k3jax.layers.feed_forward import ActivationConfig
@@ -168,10 +169,8 @@ def check_tracing(graphdef, params, x, cache_args=()) -> None:
 
     before = structure()
     with jax.checking_leaks():
-        try:
+        with pytest.raises(RuntimeError, match="in the middle"):
             jax.jit(failing)(x)
-        except RuntimeError as error:
-            assert "in the middle" in str(error)
         first = jax.jit(lambda x: layer(x)[0])(x)
         jax.jit(jax.grad(jax.checkpoint(loss)))(params, x)
         _, scanned = jax.jit(
