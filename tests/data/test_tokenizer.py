@@ -129,6 +129,7 @@ def test_round_trip(lossless, text):
     np.testing.assert_array_equal(lossless.encode_bytes(text.encode()), ids)
     assert lossless.encode_bytes(text.encode()).dtype == np.int32
     assert not set(ids) & {*lossless.specials.values()}
+    assert not lossless.token_bytes()[[*lossless.specials.values()]].any()
     assert int(lossless.token_bytes()[ids].sum()) == len(text.encode())
 
 
