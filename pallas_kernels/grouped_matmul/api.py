@@ -6,10 +6,14 @@ from jaxtyping import Array, Float, Int
 from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.grouped_matmul import blocked, ragged, reference
 
+
 def backends() -> dict[str, dispatch.Backend]:
     """Backends, best first. Off TPU `ragged_dot` expands to one dense product per group: E times the work and memory."""
     ragged_dot = {"ragged": (ragged.ragged, dispatch.always)}
-    plain = {"blocked": (blocked.blocked, dispatch.always), "reference": (reference.dense, dispatch.always)}
+    plain = {
+        "blocked": (blocked.blocked, dispatch.always),
+        "reference": (reference.dense, dispatch.always),
+    }
     return ragged_dot | plain if jax.default_backend() == "tpu" else plain | ragged_dot
 
 

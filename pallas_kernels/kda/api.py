@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.kda import reference
+from k3jax.pallas_kernels.kda import chunked, reference
 
 BACKENDS = {
-    "chunked": (reference.recurrent, dispatch.always),
+    "chunked": (chunked.chunked, dispatch.always),
     "reference": (reference.recurrent, dispatch.always),
 }
 
@@ -177,7 +177,7 @@ class _Validate:
             raise ValueError(
                 f"g must be a natural-log decay <= 0 (nats per token), the largest is {g.max():.6g}"
             )
-        if beta.size and not (0 <= beta.min() and beta.max() <= self.beta_max):
+        if beta.size and not (beta.min() >= 0 and beta.max() <= self.beta_max):
             raise ValueError(
                 f"beta must lie in [0, {self.beta_max}], found {beta.min():.6g} to {beta.max():.6g}"
             )

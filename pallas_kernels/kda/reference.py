@@ -1,4 +1,4 @@
-"""Kimi Delta Attention token by token: the definition that every other implementation must match."""
+"""Kimi Delta Attention token by token: the definition all implementations must match."""
 
 import jax
 import jax.numpy as jnp

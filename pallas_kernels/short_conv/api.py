@@ -36,7 +36,9 @@ def short_conv(
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)  # B W-1+T H K
     if segment_ids is not None:
         # The row's first document is that of its first real token; the cache belongs to it too.
-        first = jnp.take_along_axis(segment_ids, jnp.argmax(segment_ids > 0, axis=1)[:, None], axis=1)
+        first = jnp.take_along_axis(
+            segment_ids, jnp.argmax(segment_ids > 0, axis=1)[:, None], axis=1
+        )
         document = jnp.concatenate([jnp.repeat(first, W - 1, axis=1), segment_ids], axis=1)
     y = x.astype(jnp.float32) * kernel[W - 1].astype(jnp.float32)
     if segment_ids is not None:
