@@ -79,13 +79,13 @@ def collect_stats(
 
 def pool_stats(*parts: RouterStats) -> RouterStats:
     """The statistics of several micro-batches of one step, as though they had been one batch."""
-    statistics = [part.statistics for part in parts]
+    statistics, counts, loads, all_tied = zip(*parts, strict=True)
     exact = jnp.issubdtype(statistics[0].dtype, jnp.floating)
     return RouterStats(
-        jnp.concatenate(statistics, axis=-2) if exact else sum(statistics),
-        sum(part.count for part in parts),
-        sum(part.load for part in parts),
-        jnp.stack([part.all_tied for part in parts]).all(0),
+        jnp.concatenate(statistics, axis=-2) if exact else functools.reduce(jnp.add, statistics),
+        functools.reduce(jnp.add, counts),
+        functools.reduce(jnp.add, loads),
+        functools.reduce(jnp.logical_and, all_tied),
     )
 
 
