@@ -142,6 +142,7 @@ def test_runs_of_documents_share_a_unit(tmp_path, monkeypatch):
         "é中" * 8000,
         "\r\n".join("x" * (i % 90) for i in range(600)),
         "x" * 2047,
+        "x" * 3000 + "\n",
         "\n" * 5000,
     ],
 )
