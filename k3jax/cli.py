@@ -1,0 +1,231 @@
+"""The command `k3jax`: train, sample, eval, configs, check.
+
+Exit codes: 0 done; 2 bad input (one line, nothing written); 3 training stopped because loss or
+gradient stayed not finite; 4 nothing left to train; 130 aborted by a second Ctrl-C.
+JAX is loaded after the sub-command, the config's name and the versions are known to be good.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from k3jax.errors import UserError
+from k3jax.flags import nearest, overridden, show_help
+
+if TYPE_CHECKING:
+    from k3jax.configs.experiment import ExperimentConfig
+
+BAD_INPUT, ABORTED = 2, 130
+
+USAGE = """usage: k3jax COMMAND ...
+
+  k3jax train CONFIG [--FLAG VALUE ...]      train, or continue, a named configuration
+  k3jax sample --run-dir DIR --prompt TEXT   text from a trained model
+  k3jax eval --run-dir DIR [--data PATH]     its loss and bits per byte
+  k3jax configs [NAME]                       what the named configurations are
+  k3jax check                                whether the installed versions fit together
+
+Each command has --help. CONFIG is one of: {configs}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArgs:
+    run_dir: str | None = None  # folder of the run
+    step: int | None = None  # checkpoint to use; None: the newest
+    prompt: str = ""  # text to continue
+    max_tokens: int = 256  # tokens to add at most
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 0  # choose among this many likeliest tokens; 0: all
+    top_p: float = 1.0  # and among the fewest whose probabilities reach this sum
+    seed: int = 0  # of the draws
+    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArgs:
+    run_dir: str | None = None  # folder of the run
+    step: int | None = None  # checkpoint to use; None: the newest
+    data: str | None = None  # file, folder or glob, all of it; None: the run's validation data
+    batches: int | None = None  # at most this many; None: everything
+    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    from k3jax.display import show_logs
+
+    show_logs()
+    try:
+        return _dispatch(list(sys.argv[1:] if args is None else args))
+    except UserError as error:
+        print(f"k3jax: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("k3jax: aborted", file=sys.stderr)
+        return ABORTED
+
+
+def _dispatch(args: list[str]) -> int:
+    from k3jax.configs import PRESETS
+
+    commands = {
+        "train": _train,
+        "sample": _sample,
+        "eval": _eval,
+        "configs": _configs,
+        "check": _check,
+    }
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE.format(configs=", ".join(PRESETS)))
+        return 0 if args else BAD_INPUT
+    if args[0] not in commands:
+        raise UserError(f"unknown command {args[0]!r}: {nearest(args[0], commands)}")
+    return commands[args[0]](args[1:])
+
+
+def _train(args: list[str]) -> int:
+    from k3jax.configs import PRESETS
+
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: k3jax train CONFIG [--FLAG VALUE ...]; CONFIG is one of:", *PRESETS)
+        print("`k3jax train CONFIG --help` lists the flags of a configuration")
+        return 0 if args else BAD_INPUT
+    default = _preset(args[0])
+    if _wants_help(args):
+        return show_help(default, f"k3jax train {args[0]}")
+    cfg = overridden(default, args[1:], f"k3jax train {args[0]}")
+    from k3jax.train import train
+
+    return train(cfg)
+
+
+def _preset(name: str) -> "ExperimentConfig":
+    """The named configuration, once name and versions are known to be good."""
+    from k3jax.configs import PRESETS, preset
+    from k3jax.devices import check_versions
+
+    if name.startswith("-"):
+        raise UserError(f"flag {name} comes before the config: k3jax train CONFIG {name} ...")
+    if name not in PRESETS:
+        raise UserError(f"unknown config {name!r}: {nearest(name, PRESETS)}")
+    check_versions()
+    return preset(name)()
+
+
+def _sample(args: list[str]) -> int:
+    if _wants_help(args):
+        return show_help(SampleArgs(), "k3jax sample")
+    asked = overridden(SampleArgs(), args, "k3jax sample")
+    if asked.run_dir is None:
+        raise UserError("which run? give --run-dir DIR")
+    if asked.max_tokens < 1:
+        raise UserError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
+    trained = _load(asked)
+    from k3jax.data.tokenizer import load_tokenizer
+    from k3jax.sample import Generator, SamplingConfig
+
+    try:
+        sampling = SamplingConfig(asked.temperature, asked.top_k, asked.top_p)
+        tokenizer = load_tokenizer(trained.cfg.tokenizer)
+        generator = Generator(
+            trained.cfg.model, trained.params, trained.buffers, tokenizer, sampling
+        )
+    except ValueError as error:  # values outside their range
+        raise UserError(str(error)) from error
+    tokens = [tokenizer.bos_id, *tokenizer.encode(asked.prompt)]
+    decoder = tokenizer.stream()
+    print(asked.prompt, end="", flush=True)
+    for (block,) in generator.stream([tokens], asked.max_tokens, asked.seed):
+        for token in block:
+            if token != tokenizer.eos_id:
+                print(decoder.push(token), end="")
+        sys.stdout.flush()
+    print(decoder.flush())
+    return 0
+
+
+def _eval(args: list[str]) -> int:
+    if _wants_help(args):
+        return show_help(EvalArgs(), "k3jax eval")
+    asked = overridden(EvalArgs(), args, "k3jax eval")
+    if asked.run_dir is None:
+        raise UserError("which run? give --run-dir DIR")
+    if asked.batches is not None and asked.batches < 1:
+        raise UserError(f"batches is {asked.batches}; it must be at least 1, or None")
+    trained = _load(asked)
+    from k3jax.data.packing import make_eval_batches
+    from k3jax.data.text import load_corpus
+    from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
+    from k3jax.train import evaluate
+    from k3jax.train_step import make_eval_step
+
+    cfg = trained.cfg
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    corpus = load_corpus(asked.data or cfg.data, strict=cfg.strict)
+    split = corpus.split("all" if asked.data else "validation")
+    rows = cfg.batch_size // cfg.accumulation
+    batches = make_eval_batches(
+        split, tokenizer, seq_len=cfg.seq_len, rows_per_host=rows, num_batches=asked.batches
+    )
+    found = evaluate(make_eval_step(cfg, tokenizer.token_bytes()), trained, batches)
+    if not found:
+        raise UserError(f"data {corpus.name!r} has no text to predict: add some")
+    print(f"step {trained.step}: loss {found['val_loss']:.4f} nats per token", end="")
+    if "val_bits_per_byte" in found:
+        print(f", {found['val_bits_per_byte']:.4f} bits per byte", end="")
+    print(f" on {corpus.name} ({split.name})")
+    return 0
+
+
+def _load(asked: SampleArgs | EvalArgs):
+    from k3jax import devices
+
+    devices.check_versions()
+    if asked.platform not in (None, "cpu", "cuda", "tpu"):
+        raise UserError(f"platform is {asked.platform!r}; use cpu, cuda or tpu")
+    devices.start_backend(asked.platform)
+    devices.use_compilation_cache()
+    from k3jax.run_dir import load_trained
+
+    assert asked.run_dir is not None
+    return load_trained(asked.run_dir, step=asked.step)
+
+
+def _configs(args: list[str]) -> int:
+    from k3jax.configs import PRESETS
+
+    if _wants_help(args):
+        print("usage: k3jax configs [NAME]; NAME is one of:", *PRESETS)
+        return 0
+    if len(args) > 1:
+        raise UserError(f"unexpected argument {args[1]!r}: k3jax configs takes one name at most")
+    cfg = _preset(args[0]) if args else None
+    from rich.console import Console
+
+    from k3jax.summary import config_table, presets_table
+
+    Console().print(presets_table() if cfg is None else config_table(cfg))
+    return 0
+
+
+def _check(args: list[str]) -> int:
+    """Versions only: a wrong plugin crashes the process as soon as a backend starts."""
+    from k3jax.devices import check_versions, installed
+
+    if args:
+        raise UserError(f"unexpected argument {args[0]!r}: k3jax check takes none")
+    for name, version in installed().items():
+        print(f"{name} {version}")
+    check_versions()
+    print("these versions fit together")
+    return 0
+
+
+def _wants_help(args: list[str]) -> bool:
+    return "-h" in args or "--help" in args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

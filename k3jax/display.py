@@ -1,0 +1,105 @@
+"""What the terminal shows: a progress bar with the figures, or plain lines where there is none."""
+
+import logging
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+SMOOTHING = 20  # steps whose mean duration gives the remaining time
+
+
+class Display:
+    """Notes above, progress below. Use as a context manager; `step` once per training step."""
+
+    def __init__(self, *, start: int, total: int, every: int, console: Console | None = None):
+        self._console = console or Console(soft_wrap=True, highlight=False, markup=False)
+        self._every, self._total = every, total
+        self._times: list[float] = []
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=total, completed=start, figures="compiling")
+
+    def __enter__(self) -> "Display":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._console.print(text)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows the figures of one step; plain lines come every `every` steps and at the end."""
+        self._times = [*self._times[-SMOOTHING:], time.monotonic()]
+        number = record["step"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, figures=figures(record))
+        elif number % self._every == 0 or number == self._total:
+            self.note(f"step {number}/{self._total}  {figures(record)}{self._left(number)}")
+
+    def _left(self, number: int) -> str:
+        if len(self._times) < 2 or number >= self._total:
+            return ""
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        minutes, seconds = divmod(round(pace * (self._total - number)), 60)
+        return f"  left {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def figures(record: dict[str, Any]) -> str:
+    """The figures of a step in one line; what was not measured is left out."""
+    shown = (
+        ("loss {:.4f}", "loss"),
+        ("{:.3f} bits/byte", "bits_per_byte"),
+        ("validation {:.4f}", "val_loss"),
+        ("{:.3f} bits/byte", "val_bits_per_byte"),
+        ("lr {:.2e}", "lr"),
+        ("grad {:.2f}", "grad_norm"),
+        ("{:,.0f} tok/s", "tokens_per_second"),
+        ("MFU {:.1%}", "mfu"),
+    )
+    parts = [text.format(record[name]) for text, name in shown if record.get(name) is not None]
+    if record.get("skipped"):
+        parts.append("SKIPPED (not finite)")
+    return "  ".join(parts)
+
+
+class _StderrLines(logging.Handler):
+    """Log records as single lines on whatever stderr is now: a live display redirects it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        print(f"{level}{record.getMessage()}", file=sys.stderr)
+
+
+def show_logs() -> None:
+    """Sends k3jax's log to the terminal, and only real failures of the libraries below it."""
+    logger = logging.getLogger("k3jax")
+    if not any(isinstance(handler, _StderrLines) for handler in logger.handlers):
+        logger.addHandler(_StderrLines())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # absl gives the root logger a handler of its own
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # its errors also come as exceptions

@@ -1,0 +1,433 @@
+"""The training loop: prepare, resume, step, measure, validate, save, stop.
+
+`train(cfg)` refuses bad input before it writes anything, continues from the newest checkpoint of
+the run folder, and leaves one of these exit codes.
+"""
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from k3jax import devices
+from k3jax.checkpoint import CheckpointWriter, restore
+from k3jax.configs.experiment import ExperimentConfig
+from k3jax.data.packing import TrainIterator, make_eval_batches, make_train_iterator
+from k3jax.data.text import load_corpus
+from k3jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from k3jax.display import Display
+from k3jax.errors import UserError
+from k3jax.flops import flops_per_token, parameter_counts, peak_flops, state_tree_bytes
+from k3jax.metrics import MetricsLog
+from k3jax.run_dir import RunDir, to_json
+from k3jax.sharding.mesh import batch_sharding, make_mesh
+from k3jax.sharding.rules import logical_axes, state_shardings
+from k3jax.train_state import TrainState, abstract_model, init_state, merge
+from k3jax.train_step import make_eval_step, make_train_step
+
+DONE, DIVERGED, NOTHING_LEFT = 0, 3, 4  # exit codes; 2 is bad input
+SAMPLE_TOKENS = 200  # of the text printed at the end
+LIBRARY_PROMPT = "def "  # what the sample continues when the data is Python source
+
+
+class StopSignal:
+    """SIGTERM or SIGINT asks for a stop; the loops poll it between steps. SIGINT twice aborts.
+
+    Python runs the handler when the main thread is back from compiled code, so a stop takes effect
+    after the step or compilation in progress.
+    """
+
+    def __init__(self):
+        self.name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: Any) -> None:
+        if self.name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+        os.write(2, f"\n{self.name}: saving after this step; Ctrl-C again aborts\n".encode())
+
+    def __bool__(self) -> bool:
+        """Whether any process was asked; every process must poll at the same place."""
+        asked = self.name is not None
+        if jax.process_count() > 1:
+            asked = bool(multihost_utils.process_allgather(np.array(asked)).any())
+        return asked
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row without finite loss and gradient."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run needs beside its state; making it writes nothing."""
+
+    cfg: ExperimentConfig
+    tokenizer: Tokenizer
+    data: TrainIterator
+    validation: grain.IterDataset | None
+    mesh: Mesh
+    abstract: TrainState  # shapes, dtypes and shardings
+    flops_per_token: float  # of training
+
+
+def train(
+    cfg: ExperimentConfig,
+    *,
+    display: Display | None = None,
+    on: Sequence[jax.Device] | None = None,
+) -> int:
+    """Trains, or continues, the run of `cfg`; returns the exit code.
+
+    Args:
+        cfg: the run; its folder decides whether it starts or continues.
+        display: where notes and figures go; the terminal if omitted.
+        on: devices of the mesh; all if omitted.
+
+    Returns: 0 when the last step was reached or a signal stopped the run after a checkpoint, 3
+        after `optim.max_skipped_steps` steps in a row that were not finite (the last checkpoint is
+        from before them), 4 if the run has all its steps already.
+    Raises: UserError for bad input, before anything is written, and when the disk refuses.
+    """
+    run = RunDir(cfg.run_dir or f"runs/{cfg.name}")
+    try:
+        with StopSignal() as stop:
+            run.open()
+            run.check(cfg)
+            start = run.latest_step() or 0
+            shown = display or Display(start=start, total=cfg.steps, every=cfg.log_every)
+            if start >= cfg.steps:
+                shown.note(
+                    f"nothing to do: {run.path} is at step {start} and --steps is {cfg.steps}; "
+                    "raise --steps to continue, or choose another --run-dir"
+                )
+                return NOTHING_LEFT
+            setup = prepare(cfg, shown, on)
+            state = _restored(setup, run) if run.latest_step() is not None else None
+            where = "new" if state is None else f"continues after step {start}"
+            shown.note(f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops")
+            if stop:
+                shown.note("stopped before the first step; nothing was written")
+                return DONE
+            if jax.process_index() == 0:
+                run.create(cfg)
+            return _run(setup, run, state, start, stop, shown)
+    finally:
+        run.close()
+
+
+def prepare(
+    cfg: ExperimentConfig, display: Display, on: Sequence[jax.Device] | None = None
+) -> Setup:
+    """Backend, data, model shapes, memory: everything that can refuse a run, in that order."""
+    devices.start_backend(cfg.platform)
+    devices.use_compilation_cache()
+    display.note(devices.describe())
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    try:
+        mesh = make_mesh(cfg.mesh, on)
+        _check_batch(cfg, mesh.size)
+        abstract = jax.eval_shape(
+            lambda: init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed))
+        )
+        model = merge(*abstract_model(cfg.model))
+        shardings = state_shardings(abstract, logical_axes(model), mesh)
+        counts = parameter_counts(cfg.model)
+    except UserError:
+        raise
+    except ValueError as error:  # shapes that do not go together, or not over this mesh
+        raise UserError(str(error)) from error
+    memory = devices.check_memory(
+        cfg, parameters=counts.total, state_bytes=state_tree_bytes(abstract), num_devices=mesh.size
+    )
+    display.note(
+        f"model {cfg.name}: {counts.total / 1e6:,.1f} M parameters, {counts.active / 1e6:,.1f} M "
+        f"active, computes in {cfg.model.dtype}, keeps {cfg.model.param_dtype}"
+    )
+    display.note(memory)
+    corpus = load_corpus(cfg.data, strict=cfg.strict)
+    display.note(corpus.describe())
+    rows = cfg.batch_size // jax.process_count()
+    host = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    validation = None
+    if cfg.eval_every:
+        validation = make_eval_batches(
+            corpus.split("validation"),
+            tokenizer,
+            seq_len=cfg.seq_len,
+            rows_per_host=rows // cfg.accumulation,
+            num_batches=cfg.eval_batches,
+            **host,
+        )
+    data = make_train_iterator(
+        corpus.split("train"),
+        tokenizer,
+        seq_len=cfg.seq_len,
+        rows_per_host=rows,
+        seed=cfg.seed,
+        **host,
+    )
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+    )
+    flops = flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
+    return Setup(cfg, tokenizer, data, validation, mesh, placed, flops)
+
+
+def _check_batch(cfg: ExperimentConfig, ways: int) -> None:
+    rows = cfg.batch_size // cfg.accumulation
+    if rows % ways:
+        raise UserError(
+            f"batch_size={cfg.batch_size} with accumulation={cfg.accumulation} gives {rows} rows "
+            f"for {ways} devices: choose --batch-size so that every device gets as many"
+        )
+
+
+def _restored(setup: Setup, run: RunDir) -> TrainState:
+    found = restore(run.checkpoints, setup.abstract)
+    setup.data.set_state(found.data)
+    return found.state
+
+
+def _initial(setup: Setup) -> TrainState:
+    """The state before the first step: on a mesh it is born sharded, by one compiled program."""
+    cfg = setup.cfg
+    shardings = jax.tree.map(lambda x: x.sharding, setup.abstract)
+    if setup.mesh.size == 1:  # uncompiled, see `init_params`
+        return jax.device_put(init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed)), shardings)
+    make = jax.jit(lambda key: init_state(cfg.model, cfg.optim, key), out_shardings=shardings)
+    return make(jax.random.key(cfg.seed))
+
+
+def _place(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This host's rows of a batch as part of the global [accumulation, rows, tokens]."""
+    sharding, passes = batch_sharding(setup.mesh), setup.cfg.accumulation
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding, values.reshape(passes, -1, values.shape[-1])
+        )
+        for name, values in batch.items()
+    }
+
+
+def _run(
+    setup: Setup,
+    run: RunDir,
+    state: TrainState | None,
+    start: int,
+    stop: StopSignal,
+    display: Display,
+) -> int:
+    cfg = setup.cfg
+    state = _initial(setup) if state is None else state
+    token_bytes = setup.tokenizer.token_bytes()
+    train_step, eval_step = make_train_step(cfg, token_bytes), make_eval_step(cfg, token_bytes)
+    meter = Meter(setup, int(state.skipped))
+    log = MetricsLog(run, resume_step=start)
+    saver = CheckpointWriter(run.checkpoints, keep_last=cfg.keep_last, keep_every=cfg.keep_every)
+    step, pending, record = start, None, {}
+
+    def finish(extra: dict[str, float] | None = None) -> dict[str, Any]:
+        """Waits for the step in flight and writes its record; raises Diverged."""
+        nonlocal pending
+        done = meter.record(*pending) | (extra or {})
+        pending = None
+        log.write(done)
+        display.step(done)
+        meter.check(done["step"])
+        return done
+
+    try:
+        with saver, display:
+            while step < cfg.steps and not stop:
+                state, metrics = train_step(state, _place(setup, next(setup.data)))
+                saver.check()
+                if pending is not None:  # one step late, so that the device never waits
+                    record = finish()
+                step += 1
+                pending = (step, metrics)
+                last = step == cfg.steps
+                if cfg.eval_every and (last or step % cfg.eval_every == 0):
+                    jax.block_until_ready(metrics)
+                    meter.pause()
+                    sums = evaluate(eval_step, state, _validation(setup), stop)
+                    record = finish(sums)
+                if last or step % cfg.checkpoint_every == 0:
+                    record = finish() if pending is not None else record
+                    saver.save(step, state, setup.data, to_json(cfg))
+                    log.plot()
+                    meter.pause()
+            if pending is not None:
+                record = finish()
+            if step != saver.last_step:
+                saver.save(step, state, setup.data, to_json(cfg))
+        log.plot()
+        if step < cfg.steps:
+            display.note(
+                f"stopped by {stop.name or 'another process'} after step {step}; checkpoint in "
+                f"{run.checkpoints / str(step)}; the same command continues"
+            )
+            return DONE
+        _summary(setup, run, state, record, display)
+        _sample(setup, state, stop, display)
+        return DONE
+    except Diverged as error:
+        kept = f"{saver.last_step}" if saver.last_step is not None else "none yet"
+        display.note(f"stopped: {error}; last checkpoint: step {kept} in {run.checkpoints}")
+        return DIVERGED
+    finally:
+        log.close()
+        setup.data.close()
+
+
+def _validation(setup: Setup) -> Iterator[dict[str, jax.Array]]:
+    """Validation batches on the devices, one micro-batch of rows each."""
+    assert setup.validation is not None
+    sharding = NamedSharding(setup.mesh, PartitionSpec(("data", "fsdp")))
+    for batch in setup.validation:
+        yield {
+            name: jax.make_array_from_process_local_data(sharding, values)
+            for name, values in batch.items()
+        }
+
+
+def evaluate(
+    eval_step: Callable[..., dict[str, jax.Array]],
+    state: Any,
+    batches: Iterable[dict[str, jax.Array]],
+    stop: StopSignal | None = None,
+) -> dict[str, float]:
+    """Loss of a model on batches, each token counted once.
+
+        val_loss = sum of nats / tokens,    val_bits_per_byte = sum of nats / (ln 2 · bytes)
+
+    Args:
+        eval_step: from `make_eval_step`.
+        state: has `params` and `buffers`.
+        batches: {"tokens", "segment_ids"}, int32 [B, T].
+        stop: polled before each batch; a stop gives no result.
+
+    Returns: both figures; only what is defined (no bits per byte without byte counts).
+    """
+    sums: dict[str, float] = {}
+    for batch in batches:
+        if stop:
+            return {}
+        for name, value in eval_step(state.params, state.buffers, batch).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    found = {}
+    if sums.get("tokens"):
+        found["val_loss"] = sums["nats"] / sums["tokens"]
+    if sums.get("bytes"):
+        found["val_bits_per_byte"] = sums["nats"] / (math.log(2) * sums["bytes"])
+    return found
+
+
+class Meter:
+    """Turns a step's device metrics into its record, with speed and the count of skipped steps."""
+
+    def __init__(self, setup: Setup, skipped: int):
+        self._limit = setup.cfg.optim.max_skipped_steps
+        self._skipped = skipped  # in a row
+        self._tokens = setup.cfg.batch_size * setup.cfg.seq_len
+        self._flops = setup.flops_per_token * self._tokens
+        peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
+        self._peak = peak and peak * setup.mesh.size
+        self._mark: float | None = None  # None: the time since then is not only this step's
+
+    def pause(self) -> None:
+        """The time until the next record includes other work: no speed for it."""
+        self._mark = None
+
+    def record(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
+        """The record of a step, in the units of their names; waits until the step is done."""
+        values = jax.device_get(metrics)
+        now, seconds = time.monotonic(), None
+        if self._mark is not None:
+            seconds = now - self._mark
+        self._mark = now
+        self._skipped = self._skipped + 1 if values["skipped"] else 0
+        record: dict[str, Any] = {"step": step, "loss": float(values["loss"])}
+        if values["bytes"] > 0:
+            nats, num_bytes = float(values["nats"]), float(values["bytes"])
+            record["bits_per_byte"] = nats / (math.log(2) * num_bytes)
+        for name in ("lr", "grad_norm"):
+            record[name] = float(values[name])
+        for name in ("tokens", "skipped", "tied_routers"):
+            record[name] = int(values[name])
+        for name in ("expert_load", "max_logit"):
+            record[name] = [float(value) for value in values[name]]
+        if seconds:
+            record["seconds"] = seconds
+            record["tokens_per_second"] = self._tokens / seconds
+            record["flops_per_second"] = self._flops / seconds
+            if self._peak:
+                record["mfu"] = self._flops / seconds / self._peak
+        return record
+
+    def check(self, step: int) -> None:
+        """Raises Diverged after too many skipped steps in a row."""
+        if self._skipped >= self._limit:
+            raise Diverged(
+                f"loss or gradient was not finite in {self._skipped} steps in a row, up to step "
+                f"{step}; lower --optim.peak-lr or look at the data, then start again"
+            )
+
+
+def _summary(
+    setup: Setup, run: RunDir, state: TrainState, record: dict[str, Any], display: Display
+) -> None:
+    figures = [f"training loss {record['loss']:.4f}"]
+    if "val_loss" in record:
+        figures.append(f"validation loss {record['val_loss']:.4f}")
+    if "val_bits_per_byte" in record:
+        figures.append(f"validation {record['val_bits_per_byte']:.3f} bits per byte")
+    if skipped := int(state.skipped_total):
+        figures.append(f"{skipped} steps skipped")
+    display.note(f"finished step {record['step']}: {', '.join(figures)}")
+    for what, path in (
+        ("loss curve", run.plot_file),
+        ("figures of every step", run.metrics_file),
+        ("checkpoints", run.checkpoints),
+    ):
+        display.note(f"  {what}: {path}")
+    display.note(f"  more text: k3jax sample --run-dir {run.path} --prompt {LIBRARY_PROMPT!r}")
+
+
+def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display) -> None:
+    """Prints a short text of the trained model; a stop ends it early."""
+    from k3jax.sample import Generator
+
+    if jax.process_count() > 1:  # every process holds only a part of the model
+        return
+    prompt = LIBRARY_PROMPT if setup.cfg.data is None else ""
+    generator = Generator(setup.cfg.model, state.params, state.buffers, setup.tokenizer)
+    decoder, text = setup.tokenizer.stream(), [prompt]
+    tokens = [setup.tokenizer.bos_id, *setup.tokenizer.encode(prompt)]
+    for (block,) in generator.stream([tokens], SAMPLE_TOKENS, setup.cfg.seed):
+        if stop:
+            return
+        text += [decoder.push(token) for token in block if token != setup.tokenizer.eos_id]
+    display.note("sample:\n" + "".join([*text, decoder.flush()]))
