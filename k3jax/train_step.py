@@ -97,7 +97,7 @@ def make_train_step(
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
         grads, (sums, stats) = jax.lax.scan(accumulate, zeros, batch)
         sums, stats = jax.tree.map(lambda x: x.sum(0), sums), _pool(stats)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(grad_norm)
 
         lr = schedule(state.step)
