@@ -8,7 +8,11 @@ from k3jax.pallas_kernels.grouped_matmul import blocked, ragged, reference
 
 
 def backends() -> dict[str, dispatch.Backend]:
-    """Backends, best first. Off TPU `ragged_dot` expands to one dense product per group: E times the work and memory."""
+    """Backends, best first.
+
+    Off TPU `ragged_dot` expands to one dense product per group, E times the work and memory
+    (KF-063), so there it only runs when asked for.
+    """
     ragged_dot = {"ragged": (ragged.ragged, dispatch.always)}
     plain = {
         "blocked": (blocked.blocked, dispatch.always),

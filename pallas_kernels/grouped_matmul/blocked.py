@@ -1,26 +1,30 @@
 """Grouped matmul in plain JAX: rows laid out in blocks of one group, one batched product.
 
-Each group is padded to whole blocks, so every block needs one weight matrix: M / block + min(E, M)
-blocks in all, whatever the sizes. Work is that of the rows and their padding, not E times it.
+Each group is padded to whole blocks, so a block needs a single weight matrix. G groups with rows
+take at most (M + G (size - 1)) / size blocks, whatever their sizes; work and memory follow the
+rows and their padding, not E times the rows.
 """
 
 import jax.numpy as jnp
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows per block: a power of two near half the mean group, between 1 and 128."""
+    """Rows per block: a power of two near half the mean group, between 1 and 128.
+
+    Larger blocks multiply more padding; smaller ones fetch each weight matrix more often.
+    """
     mean = max(rows // max(2 * groups, 1), 1)
     return min(1 << (mean.bit_length() - 1), 128)
 
 
 def blocked(x, w, group_sizes):
-    """Arguments as `api.grouped_matmul`. Differentiable; a group without rows gets exactly no gradient."""
-    M, K = x.shape
+    """Arguments as `api.grouped_matmul`; a group without rows gets exactly no gradient."""
+    M, _ = x.shape
     E, _, N = w.shape
     if M == 0 or E == 0:
         return jnp.zeros((M, N), x.dtype)
     size = block_rows(M, E)
-    num_blocks = -(-M // size) + min(E, M)
+    num_blocks = (M + min(E, M) * (size - 1)) // size
 
     first_row = jnp.cumsum(group_sizes) - group_sizes
     blocks = -(-group_sizes // size)

@@ -69,8 +69,10 @@ def kda(
         q, k = jnp.repeat(q, group, axis=2), jnp.repeat(k, group, axis=2)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     if state is None:
-        rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = jnp.zeros((rows, v.shape[2], q.shape[3], v.shape[3]), wide)
+        # Zeros with the shape and, on a mesh, the layout of a write (compiled, no product is left).
+        state = jnp.zeros_like(jnp.einsum("bthk,bthv->bhkv", k, v), wide)
+        if cu_seqlens is not None:
+            state = jnp.repeat(state, cu_seqlens.shape[0] - 1, axis=0)
     starts = None
     if segment_ids is not None:
         real, starts = segment_ids > 0, document_starts(segment_ids)

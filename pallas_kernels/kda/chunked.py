@@ -50,17 +50,17 @@ def _sum_over(tokens: np.ndarray, g: Float[Array, "*lead m K"]) -> Float[Array, 
     return _einsum("im,...mk->...ik", tokens.astype(g.dtype), g, out=g.dtype)
 
 
-def _both(rows: Float[Array, "*lead 2*t K"], factor: Float[Array, "*lead t K"]):
+def _both(rows: Float[Array, "*lead R K"], factor: Float[Array, "*lead t K"]):
     """Multiplies the query rows and the key rows of each tile by the same factor."""
     return rows * jnp.concatenate([factor, factor], axis=-2)
 
 
 def _within_tiles(
-    rows: Float[Array, "*lead n 2*t K"],
+    rows: Float[Array, "*lead n R K"],
     k: Float[Array, "*lead n t K"],
     g: Float[Array, "*lead n t K"],
     dtype: jnp.dtype,
-) -> Float[Array, "*lead n 2*t t"]:
+) -> Float[Array, "*lead n R t"]:
     """rows_i . (k_j * decay from j to i) for i > j in one tile, 0 elsewhere."""
     scores = jnp.zeros((*rows.shape[:-1], TILE), g.dtype)
     for summed, pairs in _LEVELS:
@@ -112,20 +112,23 @@ def _chunk(
     between = jnp.exp(between)
     scores = near
     if n > 1:
-        earlier, same = np.mgrid[:n, :n][0] > np.mgrid[:n, :n][1], np.eye(n, dtype=bool)
+        tile = np.arange(n)
         seen = columns[..., None, :, :, :] * between[..., :n, 1:, None, :]
-        seen = jnp.where(earlier[:, :, None, None], seen, 0).reshape(*lead, n, C, K)
-        far = _einsum("...ik,...jk->...ij", rows.astype(dtype), seen.astype(dtype), out=wide)
+        seen = jnp.where((tile[:, None] > tile)[:, :, None, None], seen, 0)
+        seen = seen.reshape(*lead, n, C, K).astype(dtype)
+        far = _einsum("...ik,...jk->...ij", rows.astype(dtype), seen, out=wide)
         far = far.reshape(*lead, n, 2 * TILE, n, TILE)
-        scores = jnp.where(same[:, None, :, None], near[..., None, :], far)
+        scores = jnp.where((tile[:, None] == tile)[:, None, :, None], near[..., None, :], far)
+        scores = scores.reshape(*lead, n, 2 * TILE, C)
 
-    def halves(x: Array) -> tuple[Array, Array]:
-        x = x.reshape(*lead, n, 2, TILE, -1)
-        return tuple(x[..., half, :, :].reshape(*lead, C, -1) for half in (0, 1))
+    def queries_and_keys(x: Float[Array, "*lead n R X"]) -> list[Float[Array, "*lead C X"]]:
+        return [half.reshape(*lead, C, x.shape[-1]) for half in jnp.split(x, 2, axis=-2)]
 
     rows = (rows * between[..., :n, 0, None, :]).astype(dtype)
-    read, memory = halves(_einsum("...nik,...kv->...niv", rows, state.astype(dtype), out=wide))
-    attention, L = halves(scores)
+    read, memory = queries_and_keys(
+        _einsum("...nik,...kv->...niv", rows, state.astype(dtype), out=wide)
+    )
+    attention, L = queries_and_keys(scores)
     pseudo = jax.lax.linalg.triangular_solve(
         L, beta * v - memory, left_side=True, lower=True, unit_diagonal=True
     ).astype(dtype)

@@ -1,1 +1,5 @@
 """Depthwise causal convolution of a few taps, followed by SiLU."""
+
+from k3jax.pallas_kernels.short_conv.api import short_conv
+
+__all__ = ["short_conv"]

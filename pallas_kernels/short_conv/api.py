@@ -25,36 +25,42 @@ def short_conv(
         segment_ids: document of each token, in runs; 0 is padding, which gives 0 and is never read.
             Taps that reach into another document are zero.
         lengths: tokens of each row, counted from the left, after which the returned cache is taken
-            (rows padded on the right); all T if omitted.
+            (rows padded on the right); if omitted, up to the last real token.
 
-    Returns: outputs in x's dtype, and the cache after token `lengths`, in the cache's dtype or x's.
+    Returns: outputs in x's dtype, and the cache after those tokens, zero where it would reach into
+        another document, in the cache's dtype or x's.
     Numerics: float32 inside.
     """
     B, T = x.shape[:2]
     W = kernel.shape[0]
     past = jnp.zeros((B, W - 1, *x.shape[2:]), x.dtype) if cache is None else cache
+    if T == 0 or W == 1:
+        y = x.astype(jnp.float32) * kernel[W - 1].astype(jnp.float32)
+        if segment_ids is not None:
+            y = jnp.where((segment_ids > 0)[..., None, None], y, 0)
+        return jax.nn.silu(y).astype(x.dtype), past
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)  # B W-1+T H K
     if segment_ids is not None:
+        real = segment_ids > 0
         # The row's first document is that of its first real token; the cache belongs to it too.
-        first = jnp.take_along_axis(
-            segment_ids, jnp.argmax(segment_ids > 0, axis=1)[:, None], axis=1
-        )
+        first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)
         document = jnp.concatenate([jnp.repeat(first, W - 1, axis=1), segment_ids], axis=1)
-    y = x.astype(jnp.float32) * kernel[W - 1].astype(jnp.float32)
-    if segment_ids is not None:
-        y = jnp.where((segment_ids > 0)[..., None, None], y, 0)
-    for j in range(W - 1):
+    y = jnp.zeros(x.shape, jnp.float32)
+    for j in range(W):
         tap = inputs[:, j : j + T].astype(jnp.float32) * kernel[j].astype(jnp.float32)
         if segment_ids is not None:
-            # a select: padding and other documents may hold anything, NaN included
-            same = (document[:, j : j + T] == segment_ids) & (segment_ids > 0)
+            # A select: padding and other documents may hold anything, NaN included.
+            same = real & (document[:, j : j + T] == segment_ids)
             tap = jnp.where(same[..., None, None], tap, 0)
         y += tap
-    if W == 1:
-        return jax.nn.silu(y).astype(x.dtype), past
+    if lengths is None and segment_ids is not None:
+        lengths = jnp.max(jnp.where(real, jnp.arange(1, T + 1), 0), axis=1)
     if lengths is None:
         new_cache = inputs[:, T:]
     else:
-        take = lengths[:, None] + jnp.arange(W - 1, dtype=lengths.dtype)
-        new_cache = jnp.take_along_axis(inputs, take[..., None, None], axis=1)
+        window = lengths[:, None] + jnp.arange(W - 1, dtype=lengths.dtype)
+        new_cache = jnp.take_along_axis(inputs, window[..., None, None], axis=1)
+        if segment_ids is not None:
+            owner = jnp.take_along_axis(document, window, axis=1)
+            new_cache = jnp.where((owner == owner[:, -1:])[..., None, None], new_cache, 0)
     return jax.nn.silu(y).astype(x.dtype), new_cache.astype(past.dtype)
