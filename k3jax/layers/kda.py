@@ -79,6 +79,7 @@ class KDAConfig:
     def build(
         self, width: int, *, rngs: nnx.Rngs, param_dtype: str, init_std: float
     ) -> "KimiDeltaAttention":
+        """The layer for activations of this width, freshly initialised (training 6)."""
         return KimiDeltaAttention(
             self, width, rngs=rngs, param_dtype=param_dtype, init_std=init_std
         )
