@@ -60,6 +60,7 @@ class MLAConfig:
             )
 
     def build(self, width: int, *, rngs: nnx.Rngs, param_dtype: str, init_std: float) -> "GatedMLA":
+        """The layer for activations of this width, freshly initialised (training 6)."""
         return GatedMLA(self, width, rngs=rngs, param_dtype=param_dtype, init_std=init_std)
 
     def init_cache(self, batch: int, max_len: int, dtype: str) -> MLACache:
