@@ -213,6 +213,11 @@ def test_kf_052_large_counts():
         part = (tokens - 2) / (2 * tokens - 2)
         np.testing.assert_allclose(got, -1 + 0.25 * (np.array([2, 6]) + part), rtol=1e-6)
 
+    # q = 2^25 + 4, and the second bin is one count short of it: rounded to a float it would do
+    counts = jnp.array([[0, 2**25 + 3, 0, 2**25 + 5]] * 2)
+    got = qb.histogram_quantile(counts, jnp.int32(2**26 + 8), jnp.zeros(2), 1)
+    np.testing.assert_allclose(got, [0.5, 0.5], rtol=1e-6)  # the lower edge of the last bin
+
 
 @pytest.mark.parametrize("count", [1, 13, 896 * 5 + 3, 2**24 + 1, 2**31 - 1])
 def test_kf_052_fair_share_is_exact_without_overflow(count):
