@@ -115,10 +115,8 @@ class ShortConv(nnx.Module):
 
         self.kernel = param(rngs, init, (size, heads, dim), (None, "heads", axis), "float32")
 
-    def __call__(self, x, cache, segment_ids, lengths):
-        return short_conv(
-            x, self.kernel[...], cache=cache, segment_ids=segment_ids, lengths=lengths
-        )
+    def __call__(self, x, cache, segment_ids):
+        return short_conv(x, self.kernel[...], cache=cache, segment_ids=segment_ids)
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -244,8 +242,7 @@ class KimiDeltaAttention(nnx.Module):
         if self.cfg.conv_size is None:
             return *(jax.nn.silu(a.astype(jnp.float32)).astype(x.dtype) for a in (q, k, v)), conv
         past = (None,) * 3 if conv is None else jnp.unstack(conv, axis=2)
-        lengths = None if segment_ids is None or conv is None else (segment_ids > 0).sum(1)
-        q, q_past = self.q_conv1d(q, past[0], segment_ids, lengths)
-        k, k_past = self.k_conv1d(k, past[1], segment_ids, lengths)
-        v, v_past = self.v_conv1d(v, past[2], segment_ids, lengths)
+        q, q_past = self.q_conv1d(q, past[0], segment_ids)
+        k, k_past = self.k_conv1d(k, past[1], segment_ids)
+        v, v_past = self.v_conv1d(v, past[2], segment_ids)
         return q, k, v, None if conv is None else jnp.stack([q_past, k_past, v_past], axis=2)

@@ -263,6 +263,20 @@ def test_kf_043_absorbed_form_is_as_exact_as_the_expanded_one():
     assert np.abs(absorbed - naive).max() <= 2 * np.abs(naive - exact).max()
     assert_close(cache.latent, naive_cache.latent, "bfloat16")
 
+    # from the same rounded queries and latents, the absorbed form adds no rounding of its own
+    layer, latent = nnx.merge(graphdef, params), cache.latent
+    q = np.asarray(normal(1, 1, 2, 12, seed=5), jnp.bfloat16)
+    ones = np.ones((1, T), np.int32)
+    where = {"q_position": lengths(T)[None], "q_segment": ones[:, :1], "k_segment": ones}
+    o, top = layer._absorbed(q, latent, **where)
+    q, latent, kernel = (
+        np.asarray(a).astype(np.float64) for a in (q, latent, params["kv_b_proj"]["kernel"])
+    )
+    k_n, v = np.split(np.einsum("bsc,chn->bshn", latent[..., :8], kernel), [8], axis=-1)
+    k = np.concatenate([k_n, np.broadcast_to(latent[:, :, None, 8:], (1, T, 2, 4))], axis=-1)
+    want, want_top = numpy_attention(q, k, v, 12**-0.5, **where)
+    assert_close((o, top), (want, want_top))
+
 
 def test_kf_044_latent_norms_use_their_own_epsilon():
     """Latents of RMS 1e-3: 1e-6 and 1e-5 differ by a factor of 0.43."""
