@@ -19,7 +19,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -375,7 +375,7 @@ def _free_name(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _damage(path: Path) -> Generator[None]:
     """A committed checkpoint that cannot be read: say which, and how to go on without it."""
     try:
         yield
@@ -405,7 +405,7 @@ def _damaged(path: Path, reason: str | None) -> UserError:
 
 
 @contextlib.contextmanager
-def _saving(directory: Path) -> Iterator[None]:
+def _saving(directory: Path) -> Generator[None]:
     try:
         with disk_errors(f"checkpoint not saved in {directory}, earlier ones are intact"):
             yield

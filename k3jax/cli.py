@@ -95,6 +95,9 @@ def _train(args: list[str]) -> int:
     if _wants_help(args):
         return show_help(default, f"k3jax train {args[0]}")
     cfg = overridden(default, args[1:], f"k3jax train {args[0]}")
+    from k3jax import devices
+
+    devices.start_backend(cfg.platform)  # an absent one is refused before the slower imports
     from k3jax.train import train
 
     return train(cfg)

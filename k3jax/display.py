@@ -22,7 +22,7 @@ class Display:
     """Notes above, progress below. Use as a context manager; `step` once per training step."""
 
     def __init__(self, *, start: int, total: int, every: int, console: Console | None = None):
-        self._console = console or Console(soft_wrap=True, highlight=False, markup=False)
+        self._console = console or Console()
         self._every, self._total = every, total
         self._times: list[float] = []
         self._bar: Progress | None = None
@@ -50,7 +50,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        self._console.print(text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: dict[str, Any]) -> None:
         """Shows the figures of one step; plain lines come every `every` steps and at the end."""

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 class UserError(ValueError):
@@ -19,7 +19,7 @@ class UserError(ValueError):
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str) -> Generator[None]:
     """Turns what the operating system refuses inside the block into a UserError.
 
     Args:

@@ -40,7 +40,7 @@ def overridden[Config](default: Config, args: list[str], program: str) -> Config
         flag = flags.get(name)
         if flag is None:
             raise UserError(
-                f"unknown flag {name}: {nearest(name, flags)}; {program} --help has all"
+                f"unknown flag {name}: {nearest(name, flags)} ({program} --help lists all)"
             )
         changes[flag.path] = _value(name, flag, values)
     try:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from k3jax.errors import disk_errors
 from k3jax.run_dir import RunDir, write_whole
 
@@ -62,7 +64,8 @@ class MetricsLog:
             axes.plot(*zip(*self._validation, strict=True), "o-", label="validation")
         if self._bits_per_nat:
             ratio = sum(self._bits_per_nat) / len(self._bits_per_nat)
-            right = axes.secondary_yaxis("right", (lambda y: y * ratio, lambda y: y / ratio))
+            scale = (lambda y: np.multiply(y, ratio), lambda y: np.divide(y, ratio))
+            right = axes.secondary_yaxis("right", scale)
             right.set_ylabel("bits per byte")
         if self._losses or self._validation:
             axes.legend()
@@ -84,7 +87,10 @@ class _Events:
 
     def __init__(self, folder: Path, resume_step: int):
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import (
+            Event,  # pyrefly: ignore[missing-module-attribute]
+            SessionLog,  # pyrefly: ignore[missing-module-attribute]
+        )
 
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
@@ -92,8 +98,8 @@ class _Events:
         self._writer.write_event(Event(session_log=start, step=resume_step + 1))
 
     def write(self, record: dict[str, Any]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
 
         scalars = []
         for name, value in record.items():

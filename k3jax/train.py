@@ -5,10 +5,6 @@ the run folder, and leaves one of these exit codes.
 """
 
 import math
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax import devices
@@ -28,55 +23,18 @@ from k3jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from k3jax.display import Display
 from k3jax.errors import UserError
 from k3jax.flops import flops_per_token, parameter_counts, peak_flops, state_tree_bytes
+from k3jax.meter import Diverged, Meter
 from k3jax.metrics import MetricsLog
 from k3jax.run_dir import RunDir, to_json
 from k3jax.sharding.mesh import batch_sharding, make_mesh
 from k3jax.sharding.rules import logical_axes, state_shardings
+from k3jax.stop_signal import StopSignal
 from k3jax.train_state import TrainState, abstract_model, init_state, merge
 from k3jax.train_step import make_eval_step, make_train_step
 
 DONE, DIVERGED, NOTHING_LEFT = 0, 3, 4  # exit codes; 2 is bad input
 SAMPLE_TOKENS = 200  # of the text printed at the end
 LIBRARY_PROMPT = "def "  # what the sample continues when the data is Python source
-
-
-class StopSignal:
-    """SIGTERM or SIGINT asks for a stop; the loops poll it between steps. SIGINT twice aborts.
-
-    Python runs the handler when the main thread is back from compiled code, so a stop takes effect
-    after the step or compilation in progress.
-    """
-
-    def __init__(self):
-        self.name: str | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: Any) -> None:
-        if self.name is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        os.write(2, f"\n{self.name}: saving after this step; Ctrl-C again aborts\n".encode())
-
-    def __bool__(self) -> bool:
-        """Whether any process was asked; every process must poll at the same place."""
-        asked = self.name is not None
-        if jax.process_count() > 1:
-            asked = bool(multihost_utils.process_allgather(np.array(asked)).any())
-        return asked
-
-
-class Diverged(RuntimeError):
-    """Too many steps in a row without finite loss and gradient."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +84,23 @@ def train(
             setup = prepare(cfg, shown, on)
             state = _restored(setup, run) if run.latest_step() is not None else None
             where = "new" if state is None else f"continues after step {start}"
-            shown.note(f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops")
+            shown.note(
+                f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops (preemption "
+                "service off)"
+            )
             if stop:
                 shown.note("stopped before the first step; nothing was written")
                 return DONE
             if jax.process_index() == 0:
                 run.create(cfg)
             return _run(setup, run, state, start, stop, shown)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"{cfg.name} ran out of device memory ({str(error).splitlines()[0][:150]}): raise "
+            "--accumulation, lower --batch-size or --seq-len, or use --model.remat full"
+        ) from error
     finally:
         run.close()
 
@@ -221,6 +189,20 @@ def _initial(setup: Setup) -> TrainState:
     return make(jax.random.key(cfg.seed))
 
 
+def compiled_steps(setup: Setup) -> tuple[Callable, Callable]:
+    """Training and validation step. The placement of the state is fixed: left to the compiler, the
+    first output has another one than the first input, and the second call compiles again (KF-117).
+    """
+    token_bytes = setup.tokenizer.token_bytes()
+    shardings = jax.tree.map(lambda x: x.sharding, setup.abstract)
+    train_step = jax.jit(
+        make_train_step(setup.cfg, token_bytes),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+    )
+    return train_step, make_eval_step(setup.cfg, token_bytes)
+
+
 def _place(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """This host's rows of a batch as part of the global [accumulation, rows, tokens]."""
     sharding, passes = batch_sharding(setup.mesh), setup.cfg.accumulation
@@ -242,48 +224,47 @@ def _run(
 ) -> int:
     cfg = setup.cfg
     state = _initial(setup) if state is None else state
-    token_bytes = setup.tokenizer.token_bytes()
-    train_step, eval_step = make_train_step(cfg, token_bytes), make_eval_step(cfg, token_bytes)
-    meter = Meter(setup, int(state.skipped))
-    log = MetricsLog(run, resume_step=start)
+    train_step, eval_step = compiled_steps(setup)
+    meter = _meter(setup, skipped=int(state.skipped))
+    log = MetricsLog(run, resume_step=start) if jax.process_index() == 0 else None
     saver = CheckpointWriter(run.checkpoints, keep_last=cfg.keep_last, keep_every=cfg.keep_every)
-    step, pending, record = start, None, {}
+    step, record = start, {}
+    in_flight: dict[str, jax.Array] | None = None  # metrics of `step`, not yet waited for
 
-    def finish(extra: dict[str, float] | None = None) -> dict[str, Any]:
+    def finish(extra: dict[str, float] | None = None) -> None:
         """Waits for the step in flight and writes its record; raises Diverged."""
-        nonlocal pending
-        done = meter.record(*pending) | (extra or {})
-        pending = None
-        log.write(done)
-        display.step(done)
-        meter.check(done["step"])
-        return done
+        nonlocal in_flight, record
+        if in_flight is not None:
+            record = meter.record(step, in_flight) | (extra or {})
+            in_flight = None
+            if log is not None:
+                log.write(record)
+                display.step(record)
+            meter.check(step)
 
     try:
         with saver, display:
             while step < cfg.steps and not stop:
                 state, metrics = train_step(state, _place(setup, next(setup.data)))
                 saver.check()
-                if pending is not None:  # one step late, so that the device never waits
-                    record = finish()
-                step += 1
-                pending = (step, metrics)
+                finish()  # the step before: one step late, so that the device never waits
+                step, in_flight = step + 1, metrics
                 last = step == cfg.steps
                 if cfg.eval_every and (last or step % cfg.eval_every == 0):
                     jax.block_until_ready(metrics)
                     meter.pause()
-                    sums = evaluate(eval_step, state, _validation(setup), stop)
-                    record = finish(sums)
+                    finish(evaluate(eval_step, state, _validation(setup), stop))
                 if last or step % cfg.checkpoint_every == 0:
-                    record = finish() if pending is not None else record
+                    finish()
                     saver.save(step, state, setup.data, to_json(cfg))
-                    log.plot()
+                    if log is not None:
+                        log.plot()
                     meter.pause()
-            if pending is not None:
-                record = finish()
+            finish()
             if step != saver.last_step:
                 saver.save(step, state, setup.data, to_json(cfg))
-        log.plot()
+        if log is not None:
+            log.plot()
         if step < cfg.steps:
             display.note(
                 f"stopped by {stop.name or 'another process'} after step {step}; checkpoint in "
@@ -298,8 +279,21 @@ def _run(
         display.note(f"stopped: {error}; last checkpoint: step {kept} in {run.checkpoints}")
         return DIVERGED
     finally:
-        log.close()
+        if log is not None:
+            log.close()
         setup.data.close()
+
+
+def _meter(setup: Setup, skipped: int) -> Meter:
+    cfg, peak = setup.cfg, peak_flops(setup.mesh.devices.flat[0].device_kind)
+    tokens = cfg.batch_size * cfg.seq_len
+    return Meter(
+        tokens=tokens,
+        flops=setup.flops_per_token * tokens,
+        peak=peak and peak * setup.mesh.size,
+        max_skipped=cfg.optim.max_skipped_steps,
+        skipped=skipped,
+    )
 
 
 def _validation(setup: Setup) -> Iterator[dict[str, jax.Array]]:
@@ -343,57 +337,6 @@ def evaluate(
     if sums.get("bytes"):
         found["val_bits_per_byte"] = sums["nats"] / (math.log(2) * sums["bytes"])
     return found
-
-
-class Meter:
-    """Turns a step's device metrics into its record, with speed and the count of skipped steps."""
-
-    def __init__(self, setup: Setup, skipped: int):
-        self._limit = setup.cfg.optim.max_skipped_steps
-        self._skipped = skipped  # in a row
-        self._tokens = setup.cfg.batch_size * setup.cfg.seq_len
-        self._flops = setup.flops_per_token * self._tokens
-        peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
-        self._peak = peak and peak * setup.mesh.size
-        self._mark: float | None = None  # None: the time since then is not only this step's
-
-    def pause(self) -> None:
-        """The time until the next record includes other work: no speed for it."""
-        self._mark = None
-
-    def record(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
-        """The record of a step, in the units of their names; waits until the step is done."""
-        values = jax.device_get(metrics)
-        now, seconds = time.monotonic(), None
-        if self._mark is not None:
-            seconds = now - self._mark
-        self._mark = now
-        self._skipped = self._skipped + 1 if values["skipped"] else 0
-        record: dict[str, Any] = {"step": step, "loss": float(values["loss"])}
-        if values["bytes"] > 0:
-            nats, num_bytes = float(values["nats"]), float(values["bytes"])
-            record["bits_per_byte"] = nats / (math.log(2) * num_bytes)
-        for name in ("lr", "grad_norm"):
-            record[name] = float(values[name])
-        for name in ("tokens", "skipped", "tied_routers"):
-            record[name] = int(values[name])
-        for name in ("expert_load", "max_logit"):
-            record[name] = [float(value) for value in values[name]]
-        if seconds:
-            record["seconds"] = seconds
-            record["tokens_per_second"] = self._tokens / seconds
-            record["flops_per_second"] = self._flops / seconds
-            if self._peak:
-                record["mfu"] = self._flops / seconds / self._peak
-        return record
-
-    def check(self, step: int) -> None:
-        """Raises Diverged after too many skipped steps in a row."""
-        if self._skipped >= self._limit:
-            raise Diverged(
-                f"loss or gradient was not finite in {self._skipped} steps in a row, up to step "
-                f"{step}; lower --optim.peak-lr or look at the data, then start again"
-            )
 
 
 def _summary(

@@ -363,3 +363,26 @@ def test_kf_111_single_process_without_preemption_service(tmp_path):
     assert not jax.distributed.is_initialized()
     write(tmp_path, 1, 2, keep_last=1)
     assert checkpoint.steps(tmp_path)[0] == [2]
+
+
+# ---- another mesh
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (2, 4), (1, 8)])
+def test_kf_109_restore_on_another_mesh(tmp_path, shape):
+    """Saved on 4 x 2 devices; the target's placement decides, the values stay."""
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def placed(mesh_shape):
+        devices = jax.devices()[: mesh_shape[0] * mesh_shape[1]]
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh(mesh_shape, ("data", "fsdp"), devices=devices, axis_types=auto)
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "fsdp"))
+
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.save(1, {"x": jax.device_put(x, placed((4, 2)))}, position(), {})
+    target = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed(shape))}
+    found = restore(tmp_path, target).state["x"]
+    assert found.sharding == placed(shape)
+    np.testing.assert_array_equal(found, x)
+    np.testing.assert_array_equal(checkpoint.restore_numpy(tmp_path)["x"], x)
