@@ -105,14 +105,14 @@ def nano() -> ExperimentConfig:
     return ExperimentConfig(
         name="nano",
         model=_scaled(
-            vocab_size=272, width=192, num_layers=5, block_size=2, dense_ffn_dim=512, heads=4, head_dim=48,
-            q_rank=96, kv_rank=64, shared_dim=16, experts=16, active=4, ffn_dim=128, latent_dim=96,
-            num_bins=256, dtype="float32", remat="none",
+            vocab_size=272, width=128, num_layers=5, block_size=2, dense_ffn_dim=384, heads=4, head_dim=32,
+            q_rank=64, kv_rank=48, shared_dim=16, experts=16, active=4, ffn_dim=128, latent_dim=64,
+            num_bins=256, chunk_size=16, dtype="float32", remat="none",
         ),  # fmt: skip
         steps=300,
         batch_size=8,
         seq_len=256,
         checkpoint_every=50,
         eval_every=100,
-        optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4),
+        optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4, ns_dtype="float32"),
     )

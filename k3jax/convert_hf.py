@@ -12,7 +12,7 @@ import numpy as np
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
-from k3jax.model import K3Config, plan_stacks
+from k3jax.model import K3Config, locate, plan_stacks
 
 Tree = dict  # nested dict of arrays
 
@@ -201,14 +201,12 @@ def all_entries(cfg: K3Config, *, prefix: str = "", padded_a_log: bool = False) 
     """
     for entry in model_entries(cfg):
         yield Placed(entry, prefix + entry.name, entry.path, ())
-    plan = plan_stacks(cfg)
     for i in range(cfg.num_layers):
-        stack, layer, repetition = plan.locate(i)
-        stacked = () if repetition is None else (repetition,)
+        stack, layer, repetition = locate(cfg, i)
         for entry in layer_entries(cfg, i, padded_a_log=padded_a_log):
             expert = () if entry.expert is None else (entry.expert,)
             name = f"{prefix}model.layers.{i}.{entry.name}"
-            yield Placed(entry, name, (stack, layer, *entry.path), stacked + expert)
+            yield Placed(entry, name, (stack, layer, *entry.path), (repetition, *expert))
 
 
 def _leaf(tree: Tree, path: tuple[str, ...]):
@@ -248,7 +246,8 @@ def from_official(
 
     params: Tree = {}
     buffers: Tree = {}
-    repeats, experts = plan_stacks(cfg).repeats, cfg.moe.num_experts if cfg.moe else 0
+    repeats = {plan.name: plan.repeats for plan in plan_stacks(cfg)}
+    experts = cfg.moe.num_experts if cfg.moe else 0
     for p in placed:
         try:
             value = p.entry.load(np.asarray(tensors[p.name]))
@@ -262,7 +261,7 @@ def from_official(
         if not p.index:
             node[p.path[-1]] = value
             continue
-        lead = ((repeats,) if p.path[0] == "groups" else ()) + ((experts,) if p.entry.expert is not None else ())
+        lead = (repeats[p.path[0]],) + ((experts,) if p.entry.expert is not None else ())
         if p.path[-1] not in node:
             node[p.path[-1]] = np.empty((*lead, *value.shape), value.dtype)
         node[p.path[-1]][p.index] = value

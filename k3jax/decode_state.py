@@ -17,7 +17,7 @@ class DecodeState(NamedTuple):
     """Everything needed to continue a batch of sequences.
 
     length: tokens consumed so far by each row, int32.
-    caches: stack -> layer -> cache, as the parameters lie; a leading layer axis in `groups`.
+    caches: stack -> layer -> cache, as the parameters lie, with their leading axis.
     """
 
     length: Int[Array, "B"]

@@ -63,7 +63,8 @@ def _component(cfg: K3Config, path: str) -> str:
     """Row of the parameter table that a path belongs to."""
     if "/self_attn/" in path:
         stack, layer = path.split("/")[:2]
-        index = plan_stacks(cfg).layer_index(stack, int(layer.removeprefix("layer_")))
+        plan = next(plan for plan in plan_stacks(cfg) if plan.name == stack)
+        index = plan.first + int(layer.removeprefix("layer_"))
         return "KDA" if cfg.layers[index][0] == "kda" else "MLA"
     for part, name in (
         ("embed_tokens", "embedding"),

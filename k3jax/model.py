@@ -1,10 +1,11 @@
 """Kimi K3: embedding, layers joined by Attention Residuals, norm, head.
 
-A model is `head` (the first layers, one by one), `groups` (the repeated unit of layers, its parameters stacked and
-scanned, so that program size does not grow with depth) and `tail` (the closing layers). `plan_stacks` decides which
-layer lies where; nothing else knows.
+Layers of one kind that follow each other, and whole groups of layers that repeat, form a *stack*: their parameters
+have a leading axis and they are scanned, so that the program does not grow with depth. `plan_stacks` decides which layer
+lies where; nothing else knows.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -96,41 +98,55 @@ class K3Config:
 
 
 class StackPlan(NamedTuple):
-    """Where the layers of a schedule lie; see `plan_stacks`."""
+    """`repeats` repetitions of a unit of `size` layers, from absolute layer index `first` on."""
 
-    head: tuple[int, ...]  # absolute indices
-    unit: tuple[int, ...]  # absolute indices of the first repetition, () if nothing repeats
+    first: int
+    size: int
     repeats: int
-    tail: tuple[int, ...]
 
-    def layer_index(self, stack: str, position: int, repetition: int = 0) -> int:
-        """Absolute index of a layer of `groups`; in `head` and `tail` layers carry theirs in the name."""
-        return self.unit[position] + repetition * len(self.unit) if stack == "groups" else position
-
-    def locate(self, index: int) -> tuple[str, str, int | None]:
-        """(stack, layer name, position on the stacked axis) of an absolute layer index."""
-        if index < len(self.head):
-            return "head", f"layer_{index}", None
-        repetition, position = divmod(index - len(self.head), max(len(self.unit), 1))
-        if repetition < self.repeats:
-            return "groups", f"layer_{position}", repetition
-        return "tail", f"layer_{index}", None
+    @property
+    def name(self) -> str:
+        """Key of the stack in parameter, cache and statistics trees, for example "layers_4_to_91"."""
+        return f"layers_{self.first}_to_{self.first + self.size * self.repeats - 1}"
 
 
-def plan_stacks(cfg: K3Config) -> StackPlan:
-    """Split the schedule: groups with a dense layer one by one, whole uniform groups stacked, closing layers one by one."""
-    size = len(cfg.pattern)
+class Place(NamedTuple):
+    """Where a layer lies: params[stack][layer], position `repetition` on the leading axis."""
+
+    stack: str
+    layer: str
+    repetition: int
+
+
+@functools.cache
+def plan_stacks(cfg: K3Config) -> tuple[StackPlan, ...]:
+    """The stacks of a model, in order.
+
+    Whole groups without dense layers are one stack if there are at least two; outside them, runs of equal layers are
+    stacks of one layer repeated.
+    """
+    size, layers = len(cfg.pattern), cfg.layers
     whole = (cfg.num_layers - len(cfg.closing)) // size
-    unrolled = min(-(-cfg.num_dense_layers // size), whole)
-    if whole - unrolled < 2:  # stacking one group gains nothing
-        unrolled = whole
-    first, last = unrolled * size, whole * size
-    return StackPlan(
-        tuple(range(first)),
-        tuple(range(first, first + size)) if last > first else (),
-        whole - unrolled,
-        tuple(range(last, cfg.num_layers)),
-    )
+    skipped = min(-(-cfg.num_dense_layers // size), whole)
+    groups = range(skipped * size, whole * size) if whole - skipped >= 2 and size > 1 else range(0)
+    stacks: list[StackPlan] = []
+    i = 0
+    while i < cfg.num_layers:
+        if i in groups:
+            stacks.append(StackPlan(i, size, len(groups) // size))
+        else:
+            stop = groups.start if i < groups.start else cfg.num_layers
+            run = next((j for j in range(i, stop) if layers[j] != layers[i]), stop) - i
+            stacks.append(StackPlan(i, 1, run))
+        i += stacks[-1].size * stacks[-1].repeats
+    return tuple(stacks)
+
+
+def locate(cfg: K3Config, index: int) -> Place:
+    """Place of the layer with this absolute index."""
+    plan = next(p for p in reversed(plan_stacks(cfg)) if p.first <= index)
+    repetition, position = divmod(index - plan.first, plan.size)
+    return Place(plan.name, f"layer_{position}", repetition)
 
 
 class LayerStats(NamedTuple):
@@ -140,7 +156,7 @@ class LayerStats(NamedTuple):
     max_logit: Float[Array, "H"] | None  # largest attention logit per MLA head, for QK-Clip
 
 
-Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats, a leading axis in `groups`
+Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats with a leading axis
 
 
 class Layer(nnx.Module):
@@ -207,63 +223,70 @@ class Layer(nnx.Module):
         return self.block_sparse_moe(x, mask, collect)
 
 
-class Stack(nnx.Module):
-    """Layers that are called one after the other, held as attributes `layer_{name}`."""
+class Unit(nnx.Module):
+    """The layers of one repetition of a stack, attributes `layer_0`, `layer_1`, ..."""
 
-    def __init__(self, cfg: K3Config, indices: tuple[int, ...], first_name: int, *, rngs: nnx.Rngs):
-        self.remat = cfg.remat
-        self.names = tuple(f"layer_{first_name + j}" for j in range(len(indices)))
-        for name, index in zip(self.names, indices, strict=True):
-            setattr(self, name, Layer(cfg, *cfg.layers[index], rngs=rngs))
+    def __init__(self, cfg: K3Config, plan: StackPlan, *, rngs: nnx.Rngs):
+        self.names = tuple(f"layer_{j}" for j in range(plan.size))
+        for j, name in enumerate(self.names):
+            setattr(self, name, Layer(cfg, *cfg.layers[plan.first + j], rngs=rngs))
 
-    def __call__(self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False, remat=False):
-        """Apply the layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
+    def __call__(self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False):
+        """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
         new_caches, stats = {}, {}
         for j, name in enumerate(self.names):
-            layer = partial(getattr(self, name), collect=collect)
-            if remat and self.remat != "none":
-                layer = jax.checkpoint(layer, policy=_policy(self.remat), static_argnums=(2,))
             cache = None if caches is None else caches[name]
-            bank, prefix, new_caches[name], stats[name] = layer(
-                bank, prefix, first + j, segment_ids, cache, length
+            bank, prefix, new_caches[name], stats[name] = getattr(self, name)(
+                bank, prefix, first + j, segment_ids, cache, length, collect=collect
             )
         return bank, prefix, new_caches, stats
 
 
-def _policy(remat: str):
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
+    """The units of a stack as one, every leaf with a leading axis."""
+    build = nnx.vmap(lambda key: Unit(cfg, plan, rngs=nnx.Rngs(params=key)))
+    return build(jax.random.split(key, plan.repeats))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_groups(apply: Callable, stacked: Any, first: Array, bank: Array, prefix: Array, segment_ids: Array | None):
-    """Scan `apply(params, first, bank, prefix, segment_ids) -> (bank, prefix, stats)` over stacked layer groups.
+def scan_units(apply: Callable, stacked: Any, first: Array, bank: Array, prefix: Array, segment_ids: Array | None):
+    """Scan `apply(params, first, bank, prefix, segment_ids) -> (bank, prefix, stats)` over the units of a stack.
 
-    Everything inside a group is recomputed in the backward pass; saved are the prefix that enters each group and
-    the *final* bank, once. The bank is append-only and rows that a group has not seen are masked in it, so its final
-    value stands for the value at every step. Plain autodiff of a scan would save one bank per group.
+    Everything inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
+    the *final* bank, once. The bank is append-only and rows that a unit has not seen are masked in it, so its final
+    value stands for the value at every step. Plain autodiff of a scan would save one bank per unit.
     """
-    (bank, prefix), stats = jax.lax.scan(
-        partial(_group_step, apply, segment_ids), (bank, prefix), (stacked, first)
+    (bank, prefix), stats = _scan(
+        partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
     )
     return bank, prefix, stats
 
 
-def _group_step(apply, segment_ids, carry, xs):
+def _scan(step: Callable, carry: Any, stacked: Any, first: Array | np.ndarray) -> tuple[Any, Any]:
+    """Scan `step(carry, (unit, first))`; one unit alone is called directly, with a Python int as layer index."""
+    if first.shape[0] > 1:
+        return jax.lax.scan(step, carry, (stacked, first))
+    index = int(first[0]) if isinstance(first, np.ndarray) else first[0]
+    carry, ys = step(carry, (jax.tree.map(lambda x: x[0], stacked), index))
+    return carry, jax.tree.map(lambda y: y[None], ys)
+
+
+def _unit_step(apply, segment_ids, carry, xs):
     stacked, first = xs
     bank, prefix, stats = apply(stacked, first, *carry, segment_ids)
     return (bank, prefix), stats
 
 
-def _scan_groups_fwd(apply, stacked, first, bank, prefix, segment_ids):
+def _scan_units_fwd(apply, stacked, first, bank, prefix, segment_ids):
     def step(carry, xs):
-        out, stats = _group_step(apply, segment_ids, carry, xs)
+        out, stats = _unit_step(apply, segment_ids, carry, xs)
         return out, (carry[1], stats)
 
-    (bank, prefix), (prefixes, stats) = jax.lax.scan(step, (bank, prefix), (stacked, first))
+    (bank, prefix), (prefixes, stats) = _scan(step, (bank, prefix), stacked, first)
     return (bank, prefix, stats), (stacked, first, bank, prefixes, segment_ids)
 
 
-def _scan_groups_bwd(apply, saved, cotangents):
+def _scan_units_bwd(apply, saved, cotangents):
     stacked, first, bank, prefixes, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
@@ -279,7 +302,7 @@ def _scan_groups_bwd(apply, saved, cotangents):
     return d_stacked, None, d_bank, d_prefix, None
 
 
-scan_groups.defvjp(_scan_groups_fwd, _scan_groups_bwd)
+scan_units.defvjp(_scan_units_fwd, _scan_units_bwd)
 
 
 class Embedding(nnx.Module):
@@ -297,15 +320,10 @@ class K3(nnx.Module):
     """The text model of Kimi K3 (architecture 2)."""
 
     def __init__(self, cfg: K3Config, *, rngs: nnx.Rngs):
-        plan = plan_stacks(cfg)
         self.cfg = cfg
         self.embed_tokens = Embedding(cfg, rngs=rngs)
-        self.head = Stack(cfg, plan.head, 0, rngs=rngs)
-        if plan.repeats:
-            keys = jax.random.split(rngs.params(), plan.repeats)
-            build = nnx.vmap(lambda key: Stack(cfg, plan.unit, 0, rngs=nnx.Rngs(params=key)))
-            self.groups = build(keys)
-        self.tail = Stack(cfg, plan.tail, plan.tail[0] if plan.tail else 0, rngs=rngs)
+        for plan in plan_stacks(cfg):
+            setattr(self, plan.name, _build_stack(cfg, plan, rngs.params()))
         if cfg.attn_res.kind != "none":
             self.output_attn_res = AttnResSite(
                 cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype
@@ -343,24 +361,18 @@ class K3(nnx.Module):
         Returns: activations in the compute dtype, stats (empty entries unless `collect`), the state after the last
         real token (None if none was given).
         """
-        cfg, plan = self.cfg, plan_stacks(self.cfg)
+        cfg = self.cfg
         prefix = self.embed_tokens(tokens, cfg.dtype)
         bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
-        length = None if state is None else state.length
-        old = dict.fromkeys(("head", "groups", "tail")) if state is None else state.caches
         caches, stats = {}, {}
-
-        bank, prefix, caches["head"], stats["head"] = self.head(
-            bank, prefix, 0, segment_ids, old["head"], length, collect=collect, remat=state is None
-        )
-        if plan.repeats:
-            bank, prefix, caches["groups"], stats["groups"] = self._groups(
-                bank, prefix, segment_ids, old["groups"], length, collect
-            )
-        bank, prefix, caches["tail"], stats["tail"] = self.tail(
-            bank, prefix, cfg.num_layers - len(plan.tail), segment_ids, old["tail"], length,
-            collect=collect, remat=state is None,
-        )  # fmt: skip
+        for plan in plan_stacks(cfg):
+            run = partial(self._stack, plan, bank, prefix, segment_ids, collect)
+            if state is None:
+                bank, prefix, stats[plan.name] = run()
+            else:
+                bank, prefix, caches[plan.name], stats[plan.name] = run(
+                    state.caches[plan.name], state.length
+                )
         if cfg.attn_res.kind != "none":
             prefix = self.output_attn_res(bank, bank.shape[0], prefix)
         h = self.norm(prefix)
@@ -369,40 +381,39 @@ class K3(nnx.Module):
         new = jnp.full_like(state.length, tokens.shape[1]) if segment_ids is None else (segment_ids > 0).sum(1)
         return h, stats, DecodeState(state.length + new.astype(state.length.dtype), caches)
 
-    def _groups(self, bank, prefix, segment_ids, caches, length, collect):
-        """The scanned groups; in training under the configured rematerialisation."""
-        plan = plan_stacks(self.cfg)
-        graphdef, arrays = nnx.split(self.groups)
+    def _stack(self, plan, bank, prefix, segment_ids, collect, caches=None, length=None):
+        """One stack; with caches it is decoding and nothing will be differentiated."""
+        graphdef, arrays = nnx.split(getattr(self, plan.name))
         stacked = nnx.to_pure_dict(arrays)
-        first = len(plan.head) + jnp.arange(plan.repeats, dtype=jnp.int32) * len(plan.unit)
+        first = plan.first + np.arange(plan.repeats, dtype=np.int32) * plan.size
 
         if caches is not None:
 
             def cached_step(carry, xs):
-                params, first, caches = xs
-                stack = nnx.merge(graphdef, params)
-                bank, prefix, caches, stats = stack(*carry, first, segment_ids, caches, length, collect=collect)
+                (params, caches), first = xs
+                unit = nnx.merge(graphdef, params)
+                bank, prefix, caches, stats = unit(*carry, first, segment_ids, caches, length, collect=collect)
                 return (bank, prefix), (caches, stats)
 
-            (bank, prefix), (caches, stats) = jax.lax.scan(
-                cached_step, (bank, prefix), (stacked, first, caches)
+            (bank, prefix), (caches, stats) = _scan(
+                cached_step, (bank, prefix), (stacked, caches), first
             )
             return bank, prefix, caches, stats
 
         def apply(params, first, bank, prefix, segment_ids):
-            stack = nnx.merge(graphdef, params)
-            bank, prefix, _, stats = stack(bank, prefix, first, segment_ids, collect=collect)
+            unit = nnx.merge(graphdef, params)
+            bank, prefix, _, stats = unit(bank, prefix, first, segment_ids, collect=collect)
             return bank, prefix, stats
 
         if self.cfg.remat == "full":
-            bank, prefix, stats = scan_groups(apply, stacked, first, bank, prefix, segment_ids)
-        else:
-            if self.cfg.remat == "dots":
-                apply = jax.checkpoint(apply, policy=_policy("dots"), prevent_cse=False)
-            (bank, prefix), stats = jax.lax.scan(
-                partial(_group_step, apply, segment_ids), (bank, prefix), (stacked, first)
-            )
-        return bank, prefix, None, stats
+            return scan_units(apply, stacked, first, bank, prefix, segment_ids)
+        if self.cfg.remat == "dots":
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        (bank, prefix), stats = _scan(
+            partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
+        )
+        return bank, prefix, stats
 
     def head_kernel(self) -> Float[Array, "D X"]:
         """Matrix from the final activations to logits, in its storage dtype."""
@@ -416,32 +427,35 @@ class K3(nnx.Module):
 def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:
     """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache."""
 
-    def caches(indices, first_name):
-        attentions = {f"layer_{first_name + j}": cfg.layers[i][0] for j, i in enumerate(indices)}
-        return {
-            name: getattr(cfg, attention).init_cache(batch, max_len, jnp.dtype(cfg.dtype))
-            for name, attention in attentions.items()
-        }
-
-    plan = plan_stacks(cfg)
-    state = {"head": caches(plan.head, 0), "tail": caches(plan.tail, cfg.num_layers - len(plan.tail))}
-    if plan.repeats:
-        state["groups"] = jax.tree.map(
-            lambda x: jnp.zeros((plan.repeats, *x.shape), x.dtype), caches(plan.unit, 0)
-        )
-    return DecodeState(jnp.zeros((batch,), jnp.int32), state)
+    caches: dict[str, dict[str, Cache]] = {}
+    for plan in plan_stacks(cfg):
+        caches[plan.name] = {}
+        for j in range(plan.size):
+            attention = getattr(cfg, cfg.layers[plan.first + j][0])
+            one = attention.init_cache(batch, max_len, jnp.dtype(cfg.dtype))
+            caches[plan.name][f"layer_{j}"] = jax.tree.map(
+                lambda x, n=plan.repeats: jnp.zeros((n, *x.shape), x.dtype), one
+            )
+    return DecodeState(jnp.zeros((batch,), jnp.int32), caches)
 
 
 def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:
     """Router biases for the next step from this step's statistics, layer by layer (architecture 9)."""
     if cfg.moe is None:
         return buffers
-    update = partial(update_bias, num_active=cfg.moe.num_active, balancing=cfg.moe.balancing)
-    new = {}
-    for stack, layers in buffers.items():
-        fn = jax.vmap(update) if stack == "groups" else update
-        new[stack] = {
-            name: {"block_sparse_moe": {"router_bias": fn(leaf["block_sparse_moe"]["router_bias"], stats[stack][name].router)}}
+    update = jax.vmap(
+        partial(update_bias, num_active=cfg.moe.num_active, balancing=cfg.moe.balancing)
+    )
+    return {
+        stack: {
+            name: {
+                "block_sparse_moe": {
+                    "router_bias": update(
+                        leaf["block_sparse_moe"]["router_bias"], stats[stack][name].router
+                    )
+                }
+            }
             for name, leaf in layers.items()
-        }  # fmt: skip
-    return new
+        }
+        for stack, layers in buffers.items()
+    }

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.layers.quantile_balancing import pool_stats
 from k3jax.losses import cross_entropy, next_token_targets
-from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, plan_stacks
+from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, locate
 from k3jax.optim.build import OptimConfig
 from k3jax.optim.qk_clip import qk_clip
 from k3jax.optim.schedule import learning_rate
@@ -205,13 +205,10 @@ def _clip_attention(params: dict, stats: Stats, limit: float, qk_nope_dim: int) 
 
 def _layer_metrics(model: K3Config, stats: Stats) -> Metrics:
     """Figures per layer, in the order of the network."""
-    plan = plan_stacks(model)
     load, tied, logits = [], [], []
     for i in range(model.num_layers):
-        stack, name, repetition = plan.locate(i)
-        layer = stats[stack][name]
-        if repetition is not None:
-            layer = jax.tree.map(lambda x, r=repetition: x[r], layer)
+        stack, name, repetition = locate(model, i)
+        layer = jax.tree.map(lambda x, r=repetition: x[r], stats[stack][name])
         if layer.router is not None:
             tokens = layer.router.load.astype(jnp.float32)
             load.append(tokens.max() / jnp.maximum(tokens.mean(), 1e-9))

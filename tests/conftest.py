@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import jax
 import pytest
@@ -18,7 +20,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for marker in ("gpu", "tpu"):
             if item.get_closest_marker(marker) and platform != marker:
-                item.add_marker(pytest.mark.skip(reason=f"needs a {marker}, this machine has {platform}"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs a {marker}, this machine has {platform}")
+                )
 
 
 @pytest.hookimpl(trylast=True)
@@ -29,8 +33,12 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     passed = len(reporter.stats.get("passed", []))
     option = session.config.option
-    whole = not option.keyword and option.markexpr == "not slow" and session.config.args == ["tests"]
+    whole = (
+        not option.keyword and option.markexpr == "not slow" and session.config.args == ["tests"]
+    )
     fewest = FEWEST_TESTS if whole else 1
     if passed < fewest:
-        reporter.write_line(f"only {passed} tests passed, at least {fewest} must: this run proves nothing", red=True)
+        reporter.write_line(
+            f"only {passed} tests passed, at least {fewest} must: this run proves nothing", red=True
+        )
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

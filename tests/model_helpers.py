@@ -11,7 +11,7 @@ from flax import nnx
 from k3jax.configs.k3 import kimi_k3_model
 from k3jax.convert_hf import from_official
 from k3jax.layers.attention_residuals import AttnResConfig
-from k3jax.model import K3, K3Config, plan_stacks
+from k3jax.model import K3, K3Config, locate
 from k3jax.official_config import config_from_official
 from k3jax.sharding.annotate import Buffer
 from tests.golden_io import load
@@ -80,14 +80,11 @@ def golden_model(folder: str) -> tuple[K3Config, dict, dict]:
 
 def layer_modules(model: K3):
     """The layers in order, scanned ones taken out of their stack."""
-    plan = plan_stacks(model.cfg)
     for i in range(model.cfg.num_layers):
-        stack, name, repetition = plan.locate(i)
+        stack, name, repetition = locate(model.cfg, i)
         layer = getattr(getattr(model, stack), name)
-        if repetition is not None:
-            graphdef, arrays = nnx.split(layer)
-            layer = nnx.merge(graphdef, jax.tree.map(lambda x, r=repetition: x[r], arrays))
-        yield layer
+        graphdef, arrays = nnx.split(layer)
+        yield nnx.merge(graphdef, jax.tree.map(lambda x, r=repetition: x[r], arrays))
 
 
 def run_unrolled(model: K3, tokens, segment_ids=None):

@@ -7,7 +7,7 @@ import pytest
 
 from k3jax.convert_hf import from_official, to_official
 from k3jax.decode_state import compact_rows
-from k3jax.model import init_decode_state, plan_stacks
+from k3jax.model import init_decode_state, locate
 from tests.golden_io import cases, check, load
 from tests.model_helpers import golden_model, layer_modules, run_unrolled, with_params
 
@@ -34,7 +34,9 @@ def test_forward_layer_by_layer(text):
             check(f"full.layer{i}.prefix_sum", prefix, meta)
             assert t[f"full.layer{i}.num_blocks"] == cfg.attn_res.before_mixer(i)[0]
     if cfg.attn_res.kind != "none":
-        check("full.block_residual", bank.reshape(bank.shape[0], -1, cfg.width).swapaxes(0, 1), meta)
+        check(
+            "full.block_residual", bank.reshape(bank.shape[0], -1, cfg.width).swapaxes(0, 1), meta
+        )
     check("full.before_final_norm", before_norm, meta)
     check("full.after_final_norm", h, meta)
 
@@ -96,13 +98,11 @@ def test_decode(text):
 
 
 def _check_caches(cfg, params, buffers, state, meta, t):
-    model, plan = with_params(cfg, params, buffers), plan_stacks(cfg)
+    model = with_params(cfg, params, buffers)
     checked = 0
     for i, layer in enumerate(layer_modules(model)):
-        stack, name, repetition = plan.locate(i)
-        cache = state.caches[stack][name]
-        if repetition is not None:
-            cache = jax.tree.map(lambda x, r=repetition: x[r], cache)
+        stack, name, repetition = locate(model.cfg, i)
+        cache = jax.tree.map(lambda x, r=repetition: x[r], state.caches[stack][name])
         key = f"decode.cache_after_prefill.layer{i}."
         if layer.attention == "kda" and key + "conv_q" in t:
             for s, stream in enumerate("qkv"):

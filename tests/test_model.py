@@ -12,8 +12,16 @@ from k3jax.configs import PRESETS, preset
 from k3jax.configs.k3 import kimi_k3_model, kimi_linear_48b_model
 from k3jax.decode_state import compact_rows
 from k3jax.layers.attention_residuals import AttnResConfig
-from k3jax.model import K3, init_decode_state, plan_stacks
-from tests.model_helpers import build, layer_modules, random_tokens, run_unrolled, split, tiny_config, with_params
+from k3jax.model import K3, init_decode_state, locate, plan_stacks
+from tests.model_helpers import (
+    build,
+    layer_modules,
+    random_tokens,
+    run_unrolled,
+    split,
+    tiny_config,
+    with_params,
+)
 
 CFG = tiny_config()
 
@@ -54,14 +62,25 @@ def test_plan_covers_each_layer_once(num_layers, dense):
     if dense > num_layers:
         pytest.skip("more dense layers than layers")
     cfg = tiny_config(num_layers=num_layers, num_dense_layers=dense)
-    plan = plan_stacks(cfg)
-    places = [plan.locate(i) for i in range(num_layers)]
+    places = [locate(cfg, i) for i in range(num_layers)]
     assert len(set(places)) == num_layers
+    plans = {plan.name: plan for plan in plan_stacks(cfg)}
+    assert sum(plan.size * plan.repeats for plan in plans.values()) == num_layers
     for i, (stack, name, repetition) in enumerate(places):
-        number = int(name.removeprefix("layer_"))
-        assert plan.layer_index(stack, number, repetition or 0) == i
-        if stack == "groups":
-            assert cfg.layers[i] == cfg.layers[plan.unit[number]]
+        plan, position = plans[stack], int(name.removeprefix("layer_"))
+        assert plan.first + repetition * plan.size + position == i
+        assert cfg.layers[i] == cfg.layers[plan.first + position]
+
+
+def test_stacks_of_the_released_model():
+    names = [(plan.name, plan.size, plan.repeats) for plan in plan_stacks(kimi_k3_model())]
+    assert names == [
+        ("layers_0_to_0", 1, 1),
+        ("layers_1_to_2", 1, 2),
+        ("layers_3_to_3", 1, 1),
+        ("layers_4_to_91", 4, 22),
+        ("layers_92_to_92", 1, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +144,9 @@ def test_kf_071_start_in_the_middle(depth, cut):
     bank = jnp.zeros((cfg.attn_res.num_rows(depth), *prefix.shape))
     for i in range(cut):
         bank, prefix, _, _ = layers[i](bank, prefix, i, None)
-    seed = jnp.zeros_like(bank)  # a fresh process gets the written rows and the running sum, nothing else
+    seed = jnp.zeros_like(
+        bank
+    )  # a fresh process gets the written rows and the running sum, nothing else
     rows = int(cfg.attn_res.before_attention(cut)[0])
     bank = seed.at[:rows].set(bank[:rows])
     for i in range(cut, depth):
@@ -141,7 +162,13 @@ def _temporary_bytes(cfg, tokens):
         h, _, _ = nnx.merge(graphdef, params, buffers).hidden(tokens)
         return jnp.sum(h.astype(jnp.float32))
 
-    return jax.jit(jax.grad(loss)).lower(params, buffers).compile().memory_analysis().temp_size_in_bytes
+    return (
+        jax.jit(jax.grad(loss))
+        .lower(params, buffers)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
 
 
 def split_abstract(cfg):
@@ -203,7 +230,10 @@ def test_kf_104_calls_leave_the_model_alone(model):
         jax.jit(lambda: model("text"))()
     model(tokens)
     assert str(nnx.graphdef(model)) == before
-    assert all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nnx.state(model)))
+    assert all(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        for x in jax.tree.leaves(nnx.state(model))
+    )
 
 
 # -- documents and padding
@@ -215,7 +245,9 @@ def test_kf_048_packed_documents_are_alone(model):
     segments = jnp.array([[1] * 5 + [2] * 7])
     run = jax.jit(lambda tokens: model(tokens, segment_ids=segments)[:, 5:])
     packed = run(jnp.concatenate([a, b], 1))
-    np.testing.assert_array_equal(packed, run(jnp.concatenate([random_tokens(CFG, (1, 5), 3), b], 1)))
+    np.testing.assert_array_equal(
+        packed, run(jnp.concatenate([random_tokens(CFG, (1, 5), 3), b], 1))
+    )
     np.testing.assert_allclose(packed, model(b), rtol=1e-4, atol=1e-5)
 
     graphdef, params, buffers = split(model)
@@ -238,8 +270,14 @@ def test_kf_031_padding_left_right_and_packed(model):
     run = jax.jit(lambda tokens, ids: model(tokens, segment_ids=ids))
     for pad_token in (0, 63):
         pad = jnp.full(4, pad_token)
-        left = run(jnp.stack([jnp.concatenate([pad, short]), long]), jnp.array([[0] * 4 + [1] * 5, [1] * 9]))
-        right = run(jnp.stack([jnp.concatenate([short, pad]), long]), jnp.array([[1] * 5 + [0] * 4, [1] * 9]))
+        left = run(
+            jnp.stack([jnp.concatenate([pad, short]), long]),
+            jnp.array([[0] * 4 + [1] * 5, [1] * 9]),
+        )
+        right = run(
+            jnp.stack([jnp.concatenate([short, pad]), long]),
+            jnp.array([[1] * 5 + [0] * 4, [1] * 9]),
+        )
         for got in ((left[0, 4:], left[1]), (right[0, :5], right[1])):
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -292,7 +330,9 @@ def test_kf_031_left_padded_batch_in_pieces(model, consume):
         for row in (0, 1):
             rows[row].append(logits[row][np.asarray(ids[row, at : at + 4], bool)])
     for got, prompt in zip(rows, (short, long), strict=True):
-        np.testing.assert_allclose(jnp.concatenate(got), model(prompt[None])[0], rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(
+            jnp.concatenate(got), model(prompt[None])[0], rtol=1e-4, atol=2e-5
+        )
     np.testing.assert_array_equal(state.length, [5, 9])
 
 

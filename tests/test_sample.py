@@ -76,7 +76,11 @@ def _draws(logits, **kwargs):
     args = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | kwargs
     keys = jax.random.split(jax.random.key(0), 400)
     draw = lambda key: sample_token(  # noqa: E731
-        key, jnp.asarray([logits]), jnp.float32(args["temperature"]), args["top_k"], jnp.float32(args["top_p"])
+        key,
+        jnp.asarray([logits]),
+        jnp.float32(args["temperature"]),
+        args["top_k"],
+        jnp.float32(args["top_p"]),
     )
     return np.asarray(jax.jit(jax.vmap(draw))(keys))[:, 0]
 
@@ -93,9 +97,11 @@ def test_truncation():
     assert (_draws(logits, temperature=0.5) == 0).mean() > share
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5)])
+@pytest.mark.parametrize(
+    "bad", [dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5)]
+)
 def test_bad_values_are_named(bad):
-    (name, value), = bad.items()
+    ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         SamplingConfig(**bad).check()
 

@@ -75,7 +75,7 @@ class Row(NamedTuple):
     decay: bool
 
 
-LAYER = r"(head|groups|tail)/layer_\d+"
+LAYER = r"layers_\d+_to_\d+/layer_\d+"
 NORM = r"input_layernorm|post_attention_layernorm|(self_attention|mlp)_res/norm"
 ATTENTION_NORM = r"o_norm|q_a_layernorm|kv_a_layernorm"
 
@@ -143,7 +143,7 @@ def match_rule(table: tuple[Rule, ...], path: str, shape: tuple[int, ...]) -> Ru
     (rule,) = found
     if rule.blocks is not None:
         axes = -min(rule.blocks.inputs + rule.blocks.outputs)
-        rank = axes + path.startswith("groups/") + ("/experts/" in path)
+        rank = axes + 1 + ("/experts/" in path)  # 1: the axis of the stack
         if len(shape) != rank:
             raise ValueError(
                 f"optimizer: parameter {path} has shape {list(shape)}; its rule needs {rank} axes"

@@ -95,7 +95,7 @@ def scale_by_per_head_muon(
     which weighs M and G differently in early steps, and shares one epsilon with Adam.
 
     Args:
-        blocks: the matrices of each weight, by path ("head/layer_0/self_attn/q_proj/kernel").
+        blocks: the matrices of each weight, by path ("layers_0_to_0/layer_0/self_attn/q_proj/kernel").
         momentum: mu in [0, 1).
         nesterov: orthogonalise mu M + G instead of M.
         ns_dtype: type of the matrix products, "bfloat16" or "float32".
@@ -111,7 +111,7 @@ def scale_by_per_head_muon(
 
 
 def path_name(path: tuple) -> str:
-    """Key path of a pytree leaf as "head/layer_0/self_attn/q_proj/kernel"."""
+    """Key path of a pytree leaf as "layers_0_to_0/layer_0/self_attn/q_proj/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -15,12 +15,22 @@ BLOCK = AttnResConfig(kind="block", block_size=12)
 @pytest.mark.parametrize("case", cases("attn_res"))
 def test_golden_mix(case):
     meta, t = load(case)
-    tags = sorted({name.rsplit(".prefix_sum", 1)[0] for name in t if name.endswith(".prefix_sum") and "grad" not in name})
+    tags = sorted(
+        {
+            name.rsplit(".prefix_sum", 1)[0]
+            for name in t
+            if name.endswith(".prefix_sum") and "grad" not in name
+        }
+    )
     assert tags
     for tag in tags:
         prefix = jnp.asarray(t[f"{tag}.prefix_sum"])[None]
         rows = t.get(f"{tag}.block_residual")
-        bank = jnp.zeros((0, *prefix.shape)) if rows is None else jnp.asarray(rows).swapaxes(0, 1)[:, None]
+        bank = (
+            jnp.zeros((0, *prefix.shape))
+            if rows is None
+            else jnp.asarray(rows).swapaxes(0, 1)[:, None]
+        )
         norm = jnp.asarray(t[f"{tag}.weights.norm.weight"])
         query = jnp.asarray(t[f"{tag}.weights.proj.weight"])[0]
 
@@ -51,7 +61,12 @@ def test_rows_beyond_count_do_not_matter(count):
     poisoned = bank.at[count:].set(1e12)
     args = (prefix, query, norm, 1e-5)
     want = mix(bank, count, *args)
-    np.testing.assert_allclose(jax.jit(mix, static_argnums=5)(poisoned, jnp.int32(count), *args), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(mix, static_argnums=5)(poisoned, jnp.int32(count), *args),
+        want,
+        rtol=1e-5,
+        atol=1e-6,
+    )
     grad = jax.grad(lambda b: mix(b, jnp.int32(count), *args).sum())(poisoned)
     assert not grad[count:].any()
     assert jnp.isfinite(grad).all()
