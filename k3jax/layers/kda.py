@@ -107,16 +107,13 @@ def init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> j
 
 
 class ShortConv(nnx.Module):
-    """Depthwise causal convolution over tokens, then SiLU; U(-1/sqrt(W), 1/sqrt(W)) at start."""
+    """Taps of a depthwise causal convolution; U(-1/sqrt(W), 1/sqrt(W)) at start."""
 
     def __init__(self, size: int, heads: int, dim: int, axis: str, *, rngs: nnx.Rngs):
         def init(key, shape, dtype):
             return jax.random.uniform(key, shape, dtype, -(size**-0.5), size**-0.5)
 
         self.kernel = param(rngs, init, (size, heads, dim), (None, "heads", axis), "float32")
-
-    def __call__(self, x, cache, segment_ids):
-        return short_conv(x, self.kernel[...], cache=cache, segment_ids=segment_ids)
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -241,8 +238,13 @@ class KimiDeltaAttention(nnx.Module):
         conv = None if cache is None else cache.conv  # B W-1 3 H K
         if self.cfg.conv_size is None:
             return *(jax.nn.silu(a.astype(jnp.float32)).astype(x.dtype) for a in (q, k, v)), conv
-        past = (None,) * 3 if conv is None else jnp.unstack(conv, axis=2)
-        q, q_past = self.q_conv1d(q, past[0], segment_ids)
-        k, k_past = self.k_conv1d(k, past[1], segment_ids)
-        v, v_past = self.v_conv1d(v, past[2], segment_ids)
-        return q, k, v, None if conv is None else jnp.stack([q_past, k_past, v_past], axis=2)
+        # one call for the three streams, side by side as heads
+        past = None if conv is None else conv.reshape(*conv.shape[:2], -1, conv.shape[-1])
+        kernels = (m.kernel[...] for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+        mixed, past = short_conv(
+            jnp.concatenate((q, k, v), axis=2),
+            jnp.concatenate(tuple(kernels), axis=1),
+            cache=past,
+            segment_ids=segment_ids,
+        )
+        return *jnp.split(mixed, 3, axis=2), None if conv is None else past.reshape(conv.shape)
