@@ -109,10 +109,10 @@ def nano() -> ExperimentConfig:
             q_rank=64, kv_rank=48, shared_dim=16, experts=16, active=4, ffn_dim=128, latent_dim=64,
             num_bins=256, chunk_size=16, dtype="float32", remat="none",
         ),  # fmt: skip
-        steps=300,
-        batch_size=8,
+        steps=240,
+        batch_size=4,
         seq_len=256,
-        checkpoint_every=50,
-        eval_every=100,
-        optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4, ns_dtype="float32"),
+        checkpoint_every=60,
+        eval_every=60,
+        optim=OptimConfig(peak_lr=2e-3, final_lr=2e-4, ns_dtype="float32"),
     )
