@@ -54,8 +54,8 @@ def kda(
 
     Returns: outputs in v's dtype, and the memory after the last real token in float32.
     Raises: ValueError, naming the argument and its value, for shapes or values outside the above.
-    Numerics: g, its sums, the triangular inverse and S are float32; other matmul operands keep q's
-        dtype and accumulate in float32.
+    Numerics: g, its sums, the triangular solve and S are float32; with bfloat16 q, the operands of
+        the other matmuls are bfloat16 and accumulate in float32.
     Cost: O(T (C (K + V) + K V)) per head; one [K V] state per chunk is kept for the backward pass.
     """
     _check_shapes(q, k, v, g, beta, state, segment_ids, cu_seqlens, chunk_size)

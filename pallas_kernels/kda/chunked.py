@@ -112,7 +112,9 @@ def _chunk(
     S <- exp(G_C) S + (exp(G_C - G) K)^T U
     """
     *lead, C, K = q.shape
-    n, dtype, wide = C // TILE, q.dtype, g.dtype
+    n, wide = C // TILE, g.dtype
+    # Matmul operands. float16 is not among them: the memory can exceed its range (KF-021).
+    dtype = q.dtype if q.dtype == jnp.bfloat16 else wide
 
     def tiles(x: Array) -> Array:
         return x.reshape(*lead, n, TILE, K).astype(wide)
@@ -175,7 +177,7 @@ def chunked(
     """KDA chunk by chunk; arguments as in `reference.recurrent`.
 
     Numerics: g, exponents, the triangular solve and S are in g's dtype (float32); the operands of
-        the other matmuls are rounded to q's dtype and accumulate in g's.
+        the other matmuls are rounded to bfloat16 if q is, and accumulate in g's dtype.
     Cost: O(T (C (K + V) + K V)) per head in T / C sequential steps. The backward pass recomputes
         one chunk at a time from the memory that entered it.
     """
