@@ -39,6 +39,7 @@ PARTS = ("_CHECKPOINT_METADATA", "state/_METADATA", "data", "meta/metadata")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 log = logging.getLogger("k3jax")
+_warned: set[Path] = set()
 
 
 class Restored(NamedTuple):
@@ -64,7 +65,9 @@ def latest_step(directory: Path) -> int | None:
     """Newest complete checkpoint, or None; a warning names each incomplete folder passed over."""
     complete, incomplete = steps(directory)
     for folder in incomplete:
-        log.warning("checkpoint %s is incomplete (its save never finished): skipped", folder)
+        if folder not in _warned:
+            _warned.add(folder)
+            log.warning("checkpoint %s is incomplete (its save never finished): skipped", folder)
     return complete[-1] if complete else None
 
 
