@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "mesh",
     "model.remat",
     "model.kda.backend",
+    "model.kda.chunk_size",
     "optim.max_skipped_steps",
 }
 log = logging.getLogger("k3jax")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.layers.quantile_balancing import pool_stats
 from k3jax.losses import cross_entropy, next_token_targets
-from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, locate
+from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, plan_stacks
 from k3jax.optim.build import OptimConfig
 from k3jax.optim.qk_clip import qk_clip
 from k3jax.optim.schedule import learning_rate
@@ -205,18 +205,22 @@ def _clip_attention(params: dict, stats: Stats, limit: float, qk_nope_dim: int) 
 
 def _layer_metrics(model: K3Config, stats: Stats) -> Metrics:
     """Figures per layer, in the order of the network."""
-    load, tied, logits = [], [], []
-    for i in range(model.num_layers):
-        stack, name, repetition = locate(model, i)
-        layer = jax.tree.map(lambda x, r=repetition: x[r], stats[stack][name])
-        if layer.router is not None:
-            tokens = layer.router.load.astype(jnp.float32)
-            load.append(tokens.max() / jnp.maximum(tokens.mean(), 1e-9))
-            tied.append(layer.router.all_tied)
-        if layer.max_logit is not None:
-            logits.append(layer.max_logit.max())
+
+    def overload(layer):
+        load = layer.router.load.astype(jnp.float32)
+        return load.max(-1) / jnp.maximum(load.mean(-1), 1e-9)
+
+    def in_order(field, figure):  # figure: [repeats] of one layer of a stack
+        parts = []
+        for plan in plan_stacks(model):
+            layers = (stats[plan.name][f"layer_{j}"] for j in range(plan.size))
+            found = [figure(layer) for layer in layers if getattr(layer, field) is not None]
+            if found:
+                parts.append(jnp.stack(found, axis=1).reshape(-1))
+        return jnp.concatenate(parts) if parts else jnp.zeros(0)
+
     return {
-        "expert_load": jnp.stack(load) if load else jnp.zeros(0),
-        "tied_routers": jnp.asarray(sum(x.astype(jnp.int32) for x in tied), jnp.int32),
-        "max_logit": jnp.stack(logits) if logits else jnp.zeros(0),
+        "expert_load": in_order("router", overload),
+        "tied_routers": in_order("router", lambda x: x.router.all_tied).sum(dtype=jnp.int32),
+        "max_logit": in_order("max_logit", lambda x: x.max_logit.max(-1)),
     }

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -363,6 +364,62 @@ def test_kf_111_single_process_without_preemption_service(tmp_path):
     assert not jax.distributed.is_initialized()
     write(tmp_path, 1, 2, keep_last=1)
     assert checkpoint.steps(tmp_path)[0] == [2]
+
+
+TWO_PROCESSES = """
+    import os, signal, sys
+    from pathlib import Path
+    import grain
+    import jax
+    import numpy as np
+
+    directory, port, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from k3jax.checkpoint import CheckpointWriter, restore
+    from k3jax.stop_signal import StopSignal
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.make_array_from_process_local_data(rows, np.full((1, 4), rank + 1.0, np.float32))
+    data = iter(grain.MapDataset.range(9).to_iter_dataset())
+    for _ in range(rank + 1):
+        next(data)
+    with CheckpointWriter(directory, keep_last=1) as writer:
+        writer.save(1, {"x": x}, data, {})
+    found = restore(directory, {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)})
+    (shard,) = found.state["x"].addressable_shards
+    assert np.all(np.asarray(shard.data) == rank + 1), shard.data
+    data.set_state(found.data)
+    assert next(data) == rank + 1
+    with StopSignal() as stop:
+        assert not stop
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop, "a signal to one process stops both"
+    print("passed", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kf_111_two_processes_without_preemption_service(tmp_path):
+    """Save, restore and agree on a stop; each process keeps its own position in the data."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = [sys.executable, "-c", textwrap.dedent(TWO_PROCESSES), str(tmp_path / "c"), str(port)]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*program, r], env=environment, **pipes) for r in ("0", "1")]
+    try:
+        results = [process.communicate(timeout=600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for (out, err), process in zip(results, started, strict=True):
+        assert process.returncode == 0, err[-2000:]
+        assert "passed" in out
 
 
 # ---- another mesh

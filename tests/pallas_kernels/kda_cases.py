@@ -1,0 +1,112 @@
+"""Inputs in the regimes that break KDA kernels, the float64 oracle, and the comparison."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.pallas_kernels.kda import kda
+
+H, K, V = 2, 20, 12  # neither powers of two nor equal
+NAMES = ("q", "k", "v", "g", "beta", "state")
+
+# One row of the batch per regime: decay, keys, largest write strength.
+REGIMES = {
+    "open": (0.0, "random", 1.0),
+    "open_identical_keys": (0.0, "identical", 1.0),
+    "slow_correlated_keys": (-1e-4, "correlated", 1.0),
+    "mild": (-0.05, "random", 1.0),
+    "mild_negative_eigenvalues": (-0.05, "correlated", 2.0),
+    "one": (-1.0, "correlated", 1.0),
+    "floor": (-5.0, "random", 1.0),
+    "steep": (-20.0, "correlated", 1.0),
+    "steepest": (-80.0, "random", 1.0),
+    "one_steep_channel": ((-80.0, -0.01), "correlated", 1.0),
+    "mixed": (None, "correlated", 1.0),
+}
+# Tests are about values, not speed: without optimisation these programs compile 3 times faster.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def make_inputs(T: int, regimes=tuple(REGIMES), seed: int = 0, heads: int = H) -> dict:
+    """Arguments of `kda` plus cotangents d_o and d_state, one row per regime."""
+    rng = np.random.default_rng([seed, T])
+    rows = []
+    for name in regimes:
+        decay, keys, beta_max = REGIMES[name]
+        common = unit(rng.normal(size=(1, heads, K)))
+        k = unit(rng.normal(size=(T, heads, K)))
+        if keys == "identical":
+            k = np.broadcast_to(common, k.shape)
+        elif keys == "correlated":  # pairwise cosine about 0.9
+            k = unit(np.sqrt(0.1) * k + np.sqrt(0.9) * common)
+        if decay is None:  # per token and channel: never, slow, at the floor, beyond it
+            g = rng.choice([0.0, -1e-4, -0.05, -1.0, -5.0, -80.0], size=(T, heads, K))
+        elif isinstance(decay, tuple):
+            g = np.full((T, heads, K), decay[1])
+            g[..., 3] = decay[0]
+        else:
+            g = np.full((T, heads, K), decay)
+        beta = rng.uniform(0.0, beta_max, size=(T, heads))
+        beta[::3] = beta_max
+        rows.append(
+            {
+                "q": unit(rng.normal(size=(T, heads, K))) * K**-0.5,
+                "k": k,
+                "v": rng.normal(size=(T, heads, V)),
+                "g": g,
+                "beta": beta,
+                "state": rng.normal(size=(heads, K, V)),
+                "d_o": rng.normal(size=(T, heads, V)),
+                "d_state": rng.normal(size=(heads, K, V)),
+            }
+        )
+    return {
+        name: np.stack([row[name] for row in rows]).astype(np.float32) if rows else None
+        for name in rows[0]
+    }
+
+
+@functools.partial(jit, static_argnames=("backend", "chunk_size"))
+def run(inputs, segment_ids=None, cu_seqlens=None, *, backend="chunked", chunk_size=64):
+    """Outputs, final states and the gradients of sum(o d_o) + sum(state d_state), by name."""
+    args = {name: inputs[name] for name in NAMES if name in inputs}
+
+    def f(args):
+        return kda(
+            **{name: args[name] for name in NAMES[:5]},
+            state=args.get("state"),
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+
+    (o, state), pull = jax.vjp(f, args)
+    (grads,) = pull((inputs["d_o"].astype(o.dtype), inputs["d_state"].astype(state.dtype)))
+    return {"o": o, "final_state": state} | {f"grad_{name}": x for name, x in grads.items()}
+
+
+def oracle(inputs, segment_ids=None, cu_seqlens=None) -> dict:
+    """`run` of the token-by-token form in float64."""
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(x, jnp.float64) for name, x in inputs.items()}
+        return jax.device_get(run(wide, segment_ids, cu_seqlens, backend="reference"))
+
+
+def compare(got: dict, want: dict, rtol: float = 1e-5, floor: float = 1e-3) -> None:
+    """Every row of every result within rtol of the row's largest value (at least `floor`)."""
+    assert got.keys() == want.keys()
+    for name in want:
+        a, b = np.asarray(got[name], np.float64), np.asarray(want[name], np.float64)
+        assert a.shape == b.shape, (name, a.shape, b.shape)
+        if a.size == 0:
+            continue
+        rest = tuple(range(1, a.ndim))
+        error, scale = np.abs(a - b).max(rest), np.maximum(np.abs(b).max(rest), floor)
+        assert (error <= rtol * scale).all(), f"{name}: per row {error / scale}"
