@@ -118,4 +118,6 @@ def kimi_linear_48b_model() -> K3Config:
 
 def kimi_linear_48b() -> ExperimentConfig:
     """Kimi Linear 48B-A3B with the training recipe of `kimi_k3`."""
-    return replace(kimi_k3(), name="kimi_linear_48b", model=kimi_linear_48b_model(), batch_size=2048)
+    return replace(
+        kimi_k3(), name="kimi_linear_48b", model=kimi_linear_48b_model(), batch_size=2048
+    )

@@ -37,15 +37,24 @@ class Entry(NamedTuple):
     buffer: bool = False
 
 
-def _vector(name: str, path: str, *shape: int, official: tuple[int, ...] | None = None, buffer: bool = False) -> Entry:
+def _vector(
+    name: str, path: str, *shape: int, official: tuple[int, ...] | None = None, buffer: bool = False
+) -> Entry:
     """The same values under another shape."""
     official = official or shape
     return Entry(
-        name, tuple(path.split("/")), official, lambda x: x.reshape(shape), lambda x: x.reshape(official), buffer=buffer
+        name,
+        tuple(path.split("/")),
+        official,
+        lambda x: x.reshape(shape),
+        lambda x: x.reshape(official),
+        buffer=buffer,
     )
 
 
-def _linear(name: str, path: str, ins: tuple[int, ...], outs: tuple[int, ...], expert: int | None = None) -> Entry:
+def _linear(
+    name: str, path: str, ins: tuple[int, ...], outs: tuple[int, ...], expert: int | None = None
+) -> Entry:
     """Official [out, in] to [*in, *out]: transposed, with heads split off (head-major rows and columns)."""
     rows, cols = int(np.prod(outs)), int(np.prod(ins))
     return Entry(
@@ -75,7 +84,11 @@ def _a_log(cfg: KDAConfig, padded: bool) -> Entry:
         return x[:heads]
 
     return Entry(
-        "self_attn.A_log", ("self_attn", "A_log"), (size,), load, lambda x: np.pad(x, (0, size - heads))
+        "self_attn.A_log",
+        ("self_attn", "A_log"),
+        (size,),
+        load,
+        lambda x: np.pad(x, (0, size - heads)),
     )
 
 
@@ -115,7 +128,9 @@ def _mla_entries(cfg: MLAConfig, d: int) -> Iterator[Entry]:
         yield _kernel("self_attn.q_proj", (d,), (h, qk))
     else:
         yield _kernel("self_attn.q_a_proj", (d,), (cfg.q_rank,))
-        yield _vector("self_attn.q_a_layernorm.weight", "self_attn/q_a_layernorm/weight", cfg.q_rank)
+        yield _vector(
+            "self_attn.q_a_layernorm.weight", "self_attn/q_a_layernorm/weight", cfg.q_rank
+        )
         yield _kernel("self_attn.q_b_proj", (cfg.q_rank,), (h, qk))
     yield _kernel("self_attn.kv_a_proj_with_mqa", (d,), (cfg.kv_rank + cfg.qk_shared_dim,))
     yield _vector("self_attn.kv_a_layernorm.weight", "self_attn/kv_a_layernorm/weight", cfg.kv_rank)
@@ -140,11 +155,17 @@ def moe_entries(cfg: LatentMoEConfig, d: int, module: str = "block_sparse_moe") 
         yield _kernel(f"{module}.routed_expert_down_proj", (d,), (latent,))
         yield _kernel(f"{module}.routed_expert_up_proj", (latent,), (d,))
     if cfg.latent_norm:
-        yield _vector(f"{module}.routed_expert_norm.weight", f"{module}/routed_expert_norm/weight", latent)
+        yield _vector(
+            f"{module}.routed_expert_norm.weight", f"{module}/routed_expert_norm/weight", latent
+        )
     for expert in range(e):
         for leaf, ins, outs in (("w1", latent, f), ("w3", latent, f), ("w2", f, latent)):
             yield _linear(
-                f"{module}.experts.{expert}.{leaf}.weight", f"{module}/experts/{leaf}", (ins,), (outs,), expert
+                f"{module}.experts.{expert}.{leaf}.weight",
+                f"{module}/experts/{leaf}",
+                (ins,),
+                (outs,),
+                expert,
             )
     if cfg.num_shared:
         yield from _feed_forward_entries(f"{module}.shared_experts", d, f * cfg.num_shared)
@@ -177,7 +198,9 @@ def model_entries(cfg: K3Config) -> Iterator[Entry]:
     yield _vector("model.norm.weight", "norm/weight", d)
     if cfg.attn_res.kind != "none":
         yield _vector("model.output_attn_res_norm.weight", "output_attn_res/norm/weight", d)
-        yield _vector("model.output_attn_res_proj.weight", "output_attn_res/proj", d, official=(1, d))
+        yield _vector(
+            "model.output_attn_res_proj.weight", "output_attn_res/proj", d, official=(1, d)
+        )
     if not cfg.tie_embeddings:
         yield _linear("lm_head.weight", "lm_head/kernel", (d,), (x,))
 
@@ -238,7 +261,9 @@ def from_official(
         shape = tuple(tensors[p.name].shape)
         if p.name.endswith(".A_log"):
             if len(shape) != 1 or shape[0] not in a_log_sizes:
-                problems.append(f"{p.name} has shape {shape}, expected one of {sorted(a_log_sizes)} entries")
+                problems.append(
+                    f"{p.name} has shape {shape}, expected one of {sorted(a_log_sizes)} entries"
+                )
         elif shape != p.entry.shape:
             problems.append(f"{p.name} has shape {shape}, expected {p.entry.shape}")
     if problems:

@@ -20,7 +20,7 @@ class DecodeState(NamedTuple):
     caches: stack -> layer -> cache, as the parameters lie, with their leading axis.
     """
 
-    length: Int[Array, "B"]
+    length: Int[Array, " B"]
     caches: dict[str, dict[str, Cache]]
 
 

@@ -36,7 +36,9 @@ PEAK_FLOPS = {
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s of one device, None where it is unknown (CPUs, devices not in the table)."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part.lower() in device_kind.lower()), None)
+    return next(
+        (peak for part, peak in PEAK_FLOPS.items() if part.lower() in device_kind.lower()), None
+    )
 
 
 class ParameterCounts(NamedTuple):
@@ -95,7 +97,10 @@ def parameter_counts(cfg: K3Config) -> ParameterCounts:
         if name == "embedding":
             touched = size if cfg.tie_embeddings else 0
         active += touched
-        if (path.endswith("/kernel") and "conv1d" not in path) or name in ("routed experts", "embedding"):
+        if (path.endswith("/kernel") and "conv1d" not in path) or name in (
+            "routed experts",
+            "embedding",
+        ):
             matmul += touched
     return ParameterCounts(components, total, active, matmul)
 
@@ -113,14 +118,19 @@ def attn_res_rows(cfg: K3Config) -> int:
 def forward_flops_per_token(cfg: K3Config, seq_len: int, matmul: int | None = None) -> float:
     """FLOPs of one forward pass per token of a causal sequence of `seq_len` tokens (1 multiply-add = 2).
 
-        2 N + KDA core + causal MLA + AttnRes                   (architecture 13)
+    2 N + KDA core + causal MLA + AttnRes                   (architecture 13)
     """
     n = parameter_counts(cfg).matmul if matmul is None else matmul
     kinds = [attention for attention, _ in cfg.layers]
     k, c, m = cfg.kda.head_dim, cfg.kda.chunk_size, cfg.mla
     kda = cfg.kda.num_heads * (c * 10 * k + 2 / 3 * c * c + 6 * k * k)
     mla = m.num_heads * (m.qk_nope_dim + m.qk_shared_dim + m.v_dim) * seq_len
-    return 2 * n + kinds.count("kda") * kda + kinds.count("mla") * mla + 6 * cfg.width * attn_res_rows(cfg)
+    return (
+        2 * n
+        + kinds.count("kda") * kda
+        + kinds.count("mla") * mla
+        + 6 * cfg.width * attn_res_rows(cfg)
+    )
 
 
 def flops_per_token(cfg: K3Config, seq_len: int, matmul: int | None = None) -> float:

@@ -50,7 +50,9 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    remat: Literal["none", "full", "dots"]  # recompute nothing, everything in a group, or all but matmuls
+    remat: Literal[
+        "none", "full", "dots"
+    ]  # recompute nothing, everything in a group, or all but matmuls
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):
@@ -91,7 +93,9 @@ class K3Config:
         """(attention, mixer) of each layer, index 0 first."""
         groups = (self.num_layers - len(self.closing)) // len(self.pattern)
         attention = self.pattern * groups + self.closing
-        return tuple((a, "dense" if i < self.num_dense_layers else "moe") for i, a in enumerate(attention))
+        return tuple(
+            (a, "dense" if i < self.num_dense_layers else "moe") for i, a in enumerate(attention)
+        )
 
     def build(self, *, rngs: nnx.Rngs) -> "K3":
         return K3(self, rngs=rngs)
@@ -153,7 +157,7 @@ class LayerStats(NamedTuple):
     """What a layer reports to the training loop; nothing here is differentiated."""
 
     router: RouterStats | None
-    max_logit: Float[Array, "H"] | None  # largest attention logit per MLA head, for QK-Clip
+    max_logit: Float[Array, " H"] | None  # largest attention logit per MLA head, for QK-Clip
 
 
 Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats with a leading axis
@@ -164,7 +168,9 @@ class Layer(nnx.Module):
 
     def __init__(self, cfg: K3Config, attention: Attention, mixer: Mixer, *, rngs: nnx.Rngs):
         norm = partial(RMSNorm, cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype)
-        site = partial(AttnResSite, cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype)
+        site = partial(
+            AttnResSite, cfg.width, eps=cfg.norm_eps, rngs=rngs, param_dtype=cfg.param_dtype
+        )
         shared = dict(rngs=rngs, param_dtype=cfg.param_dtype, init_std=cfg.init_std)
         self.attn_res = cfg.attn_res
         self.attention = attention
@@ -173,7 +179,9 @@ class Layer(nnx.Module):
         self.self_attn = (cfg.kda if attention == "kda" else cfg.mla).build(cfg.width, **shared)
         self.post_attention_layernorm = norm()
         if mixer == "dense":
-            self.mlp = FeedForward(cfg.width, cfg.dense_ffn_dim, activation=cfg.activation, **shared)
+            self.mlp = FeedForward(
+                cfg.width, cfg.dense_ffn_dim, activation=cfg.activation, **shared
+            )
         else:
             assert cfg.moe is not None
             self.block_sparse_moe = cfg.moe.build(
@@ -190,7 +198,7 @@ class Layer(nnx.Module):
         index: int | Int[Array, ""],
         segment_ids: Int[Array, "B T"] | None,
         cache: Cache | None = None,
-        length: Int[Array, "B"] | None = None,
+        length: Int[Array, " B"] | None = None,
         *,
         collect: bool = False,
     ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats]:
@@ -231,7 +239,9 @@ class Unit(nnx.Module):
         for j, name in enumerate(self.names):
             setattr(self, name, Layer(cfg, *cfg.layers[plan.first + j], rngs=rngs))
 
-    def __call__(self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False):
+    def __call__(
+        self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False
+    ):
         """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
         new_caches, stats = {}, {}
         for j, name in enumerate(self.names):
@@ -249,7 +259,14 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_units(apply: Callable, stacked: Any, first: Array, bank: Array, prefix: Array, segment_ids: Array | None):
+def scan_units(
+    apply: Callable,
+    stacked: Any,
+    first: Array,
+    bank: Array,
+    prefix: Array,
+    segment_ids: Array | None,
+):
     """Scan `apply(params, first, bank, prefix, segment_ids) -> (bank, prefix, stats)` over the units of a stack.
 
     Everything inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
@@ -292,7 +309,9 @@ def _scan_units_bwd(apply, saved, cotangents):
 
     def step(carry, xs):
         params, first, prefix = xs
-        _, pull = jax.vjp(lambda p, b, x: apply(p, first, b, x, segment_ids)[:2], params, bank, prefix)
+        _, pull = jax.vjp(
+            lambda p, b, x: apply(p, first, b, x, segment_ids)[:2], params, bank, prefix
+        )
         d_params, *carry = pull(carry)
         return tuple(carry), d_params
 
@@ -310,7 +329,9 @@ class Embedding(nnx.Module):
 
     def __init__(self, cfg: K3Config, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(cfg.init_std)
-        self.embedding = param(rngs, init, (cfg.vocab_size, cfg.width), ("vocab", "embed"), cfg.param_dtype)
+        self.embedding = param(
+            rngs, init, (cfg.vocab_size, cfg.width), ("vocab", "embed"), cfg.param_dtype
+        )
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: str) -> Float[Array, "B T D"]:
         return self.embedding[...][tokens].astype(dtype)
@@ -378,7 +399,11 @@ class K3(nnx.Module):
         h = self.norm(prefix)
         if state is None:
             return h, stats, None
-        new = jnp.full_like(state.length, tokens.shape[1]) if segment_ids is None else (segment_ids > 0).sum(1)
+        new = (
+            jnp.full_like(state.length, tokens.shape[1])
+            if segment_ids is None
+            else (segment_ids > 0).sum(1)
+        )
         return h, stats, DecodeState(state.length + new.astype(state.length.dtype), caches)
 
     def _stack(self, plan, bank, prefix, segment_ids, collect, caches=None, length=None):
@@ -392,7 +417,9 @@ class K3(nnx.Module):
             def cached_step(carry, xs):
                 (params, caches), first = xs
                 unit = nnx.merge(graphdef, params)
-                bank, prefix, caches, stats = unit(*carry, first, segment_ids, caches, length, collect=collect)
+                bank, prefix, caches, stats = unit(
+                    *carry, first, segment_ids, caches, length, collect=collect
+                )
                 return (bank, prefix), (caches, stats)
 
             (bank, prefix), (caches, stats) = _scan(
@@ -417,11 +444,17 @@ class K3(nnx.Module):
 
     def head_kernel(self) -> Float[Array, "D X"]:
         """Matrix from the final activations to logits, in its storage dtype."""
-        return self.embed_tokens.embedding[...].T if self.cfg.tie_embeddings else self.lm_head.kernel[...]
+        return (
+            self.embed_tokens.embedding[...].T
+            if self.cfg.tie_embeddings
+            else self.lm_head.kernel[...]
+        )
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
         """Float32 logits; operands in the compute dtype, float32 accumulation."""
-        return jnp.einsum("btd,dx->btx", h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "btd,dx->btx", h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32
+        )
 
 
 def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:

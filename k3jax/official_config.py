@@ -57,11 +57,14 @@ def is_k3(config: Mapping[str, Any]) -> bool:
 
 
 def attention_schedule(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """"kda" or "mla" of each layer, index 0 first, from the released lists, which count from 1.
+    """ "kda" or "mla" of each layer, index 0 first, from the released lists, which count from 1.
 
     Raises: ValueError if the lists overlap, leave a layer out or name one that does not exist.
     """
-    n, linear = config["num_hidden_layers"], _Required(config["linear_attn_config"], "linear_attn_config.")
+    n, linear = (
+        config["num_hidden_layers"],
+        _Required(config["linear_attn_config"], "linear_attn_config."),
+    )
     kda, mla = linear["kda_layers"], linear["full_attn_layers"]
     if sorted([*kda, *mla]) != list(range(1, n + 1)):
         twice = sorted(set(kda) & set(mla))
@@ -115,12 +118,16 @@ def config_from_official(
             f"num_key_value_heads={c['num_key_value_heads']} must equal num_attention_heads={c['num_attention_heads']}"
         )
     if c["moe_layer_freq"] != 1:
-        raise ValueError(f"moe_layer_freq={c['moe_layer_freq']} is not supported; every layer must be an expert layer (1)")
+        raise ValueError(
+            f"moe_layer_freq={c['moe_layer_freq']} is not supported; every layer must be an expert layer (1)"
+        )
     if c["hidden_act"] not in ("situ", "silu"):
         raise ValueError(f"hidden_act={c['hidden_act']!r} is unknown; situ and silu are supported")
     situ = c["hidden_act"] == "situ"
     if situ and not c["activation_situ_beta"]:
-        raise ValueError(f"activation_situ_beta={c['activation_situ_beta']} must be positive with hidden_act=situ")
+        raise ValueError(
+            f"activation_situ_beta={c['activation_situ_beta']} must be positive with hidden_act=situ"
+        )
     head_dim = linear["head_dim"]
     pattern, closing = fold_schedule(attention_schedule(c))
     block_size = config.get("attn_res_block_size")
@@ -176,7 +183,9 @@ def config_from_official(
             gate_cap=c["activation_situ_beta"] if situ else None,
             up_cap=c["activation_situ_linear_beta"] if situ else None,
         ),
-        attn_res=AttnResConfig(kind="none" if block_size is None else "block", block_size=block_size),
+        attn_res=AttnResConfig(
+            kind="none" if block_size is None else "block", block_size=block_size
+        ),
         norm_eps=c["rms_norm_eps"],
         init_std=config.get("initializer_range", 0.02),
         tie_embeddings=c["tie_word_embeddings"],

@@ -13,7 +13,9 @@ from k3jax.data.tokenizer import Tokenizer
 from k3jax.model import K3, K3Config, init_decode_state
 
 BLOCK = 16  # tokens per call of the compiled loop, and so per flush to the terminal
-MIN_BUCKET = 64  # shortest cache; prompts and caches round up to powers of two, one compilation each
+MIN_BUCKET = (
+    64  # shortest cache; prompts and caches round up to powers of two, one compilation each
+)
 
 
 class SamplingConfig(NamedTuple):
@@ -32,7 +34,11 @@ class SamplingConfig(NamedTuple):
 
 
 def sample_token(
-    key: Array, logits: Float[Array, "B X"], temperature: Float[Array, ""], top_k: int, top_p: Float[Array, ""]
+    key: Array,
+    logits: Float[Array, "B X"],
+    temperature: Float[Array, ""],
+    top_k: int,
+    top_p: Float[Array, ""],
 ) -> Int[Array, "B"]:
     """One token per row from the tempered, truncated distribution.
 
@@ -67,8 +73,14 @@ class Generator:
     """
 
     def __init__(
-        self, cfg: K3Config, params: Any, buffers: Any, tokenizer: Tokenizer, sampling: SamplingConfig = SamplingConfig()
+        self,
+        cfg: K3Config,
+        params: Any,
+        buffers: Any,
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig | None = None,
     ):
+        sampling = sampling or SamplingConfig()
         sampling.check()
         if tokenizer.size > cfg.vocab_size:
             raise ValueError(
@@ -109,7 +121,9 @@ class Generator:
 
         def step(loop):
             i, out, (state, logits, done, count) = loop
-            token = sample_token(jax.random.fold_in(key, count), logits, temperature, self.sampling.top_k, top_p)
+            token = sample_token(
+                jax.random.fold_in(key, count), logits, temperature, self.sampling.top_k, top_p
+            )
             token = jnp.where(done, pad, token)
             done = done | (token == eos)
             out = out.at[:, i].set(token)
@@ -121,7 +135,9 @@ class Generator:
         i, out, carry = jax.lax.while_loop(running, step, start)
         return out, i, carry
 
-    def stream(self, prompts: list[list[int]], max_tokens: int, seed: int = 0) -> Iterator[list[list[int]]]:
+    def stream(
+        self, prompts: list[list[int]], max_tokens: int, seed: int = 0
+    ) -> Iterator[list[list[int]]]:
         """New tokens of every row, block by block; a row ends with the end-of-document id.
 
         Args:
@@ -137,11 +153,16 @@ class Generator:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         if tokens.max() >= self.cfg.vocab_size or tokens.min() < 0:
-            raise ValueError(f"prompt holds token {tokens.max()}, model.vocab_size is {self.cfg.vocab_size}")
+            raise ValueError(
+                f"prompt holds token {tokens.max()}, model.vocab_size is {self.cfg.vocab_size}"
+            )
         state = init_decode_state(self.cfg, len(prompts), bucket(max(lengths) + max_tokens))
         logits, state = self._prefill(self.weights, tokens, jnp.asarray(lengths, jnp.int32), state)
         carry = (state, logits, jnp.zeros(len(prompts), bool), jnp.int32(0))
-        temperature, top_p = jnp.float32(self.sampling.temperature), jnp.float32(self.sampling.top_p)
+        temperature, top_p = (
+            jnp.float32(self.sampling.temperature),
+            jnp.float32(self.sampling.top_p),
+        )
         produced = 0
         while produced < max_tokens:
             out, n, carry = self._decode(

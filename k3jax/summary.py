@@ -16,12 +16,16 @@ def layer_kinds(cfg: ExperimentConfig) -> str:
     """Layers by type, for example "1 KDA + dense, 8 KDA + MoE, 4 MLA + MoE"."""
     counts = Counter(cfg.model.layers)
     names = {"dense": "dense", "moe": "MoE"}
-    return ", ".join(f"{n} {attention.upper()} + {names[mixer]}" for (attention, mixer), n in counts.items())
+    return ", ".join(
+        f"{n} {attention.upper()} + {names[mixer]}" for (attention, mixer), n in counts.items()
+    )
 
 
 def training_state_bytes(cfg: ExperimentConfig) -> int:
     """Bytes of parameters, buffers and optimizer state, from the abstract state of the first step."""
-    return state_tree_bytes(jax.eval_shape(lambda: init_state(cfg.model, cfg.optim, jax.random.key(0))))
+    return state_tree_bytes(
+        jax.eval_shape(lambda: init_state(cfg.model, cfg.optim, jax.random.key(0)))
+    )
 
 
 def human_bytes(n: float) -> str:
@@ -43,11 +47,17 @@ def config_table(cfg: ExperimentConfig) -> Group:
         components.add_row(name, f"{size:,}", f"{size / counts.total:.2%}")
     components.add_section()
     components.add_row("total", f"{counts.total:,}", "")
-    components.add_row("active per token", f"{counts.active:,}", f"{counts.active / counts.total:.2%}")
+    components.add_row(
+        "active per token", f"{counts.active:,}", f"{counts.active / counts.total:.2%}"
+    )
 
     facts = Table(show_header=False)
     res = cfg.model.attn_res
-    mixes = {"none": "none", "full": "every sub-layer", "block": f"blocks of {res.block_size} layers"}[res.kind]
+    mixes = {
+        "none": "none",
+        "full": "every sub-layer",
+        "block": f"blocks of {res.block_size} layers",
+    }[res.kind]
     flops = flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
     forward = forward_flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
     for name, value in (
@@ -55,7 +65,10 @@ def config_table(cfg: ExperimentConfig) -> Group:
         ("attention residuals", mixes),
         ("width, vocabulary", f"{cfg.model.width:,}, {cfg.model.vocab_size:,}"),
         ("training state", human_bytes(training_state_bytes(cfg))),
-        ("FLOPs per token", f"{forward:.4g} forward, {flops:.4g} training, at {cfg.seq_len:,} tokens"),
+        (
+            "FLOPs per token",
+            f"{forward:.4g} forward, {flops:.4g} training, at {cfg.seq_len:,} tokens",
+        ),
         ("batch", f"{cfg.batch_size:,} rows of {cfg.seq_len:,} tokens, {cfg.steps:,} steps"),
     ):
         facts.add_row(name, value)
@@ -72,5 +85,7 @@ def presets_table() -> Table:
         cfg = make()
         counts = parameter_counts(cfg.model)
         about = (make.__doc__ or "").split("\n")[0].rstrip(".")
-        table.add_row(name, str(cfg.model.num_layers), f"{counts.total:,}", f"{counts.active:,}", about)
+        table.add_row(
+            name, str(cfg.model.num_layers), f"{counts.total:,}", f"{counts.active:,}", about
+        )
     return table

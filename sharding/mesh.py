@@ -10,7 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    data: int = -1  # ways to split the batch with parameters replicated; -1: all devices that are left
+    data: int = (
+        -1
+    )  # ways to split the batch with parameters replicated; -1: all devices that are left
     fsdp: int = 1  # ways to split the batch and, with it, parameters and optimizer state
 
     def __post_init__(self):
@@ -37,7 +39,10 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
             "change --mesh.data or --mesh.fsdp"
         )
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), devices=devices, axis_types=(AxisType.Auto,) * len(sizes)
+        tuple(sizes.values()),
+        tuple(sizes),
+        devices=devices,
+        axis_types=(AxisType.Auto,) * len(sizes),
     )
 
 

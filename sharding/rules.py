@@ -21,7 +21,9 @@ RULES: Mapping[str, str | None] = {
 }
 
 
-def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, str | None] = RULES) -> PartitionSpec:
+def partition_spec(
+    axes: tuple[str | None, ...], rules: Mapping[str, str | None] = RULES
+) -> PartitionSpec:
     """Mesh axes of an array with the given logical axes; a mesh axis goes to its first claimant.
 
     Raises: ValueError for a logical axis that the table lacks.

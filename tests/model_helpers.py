@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from k3jax.configs.k3 import kimi_k3_model
 from k3jax.convert_hf import from_official
@@ -43,18 +44,29 @@ def tiny_config(**changes) -> K3Config:
     return replace(cfg, **changes)
 
 
-def build(cfg: K3Config, seed: int = 0, *, awake: bool = True) -> K3:
-    """A model with random parameters; `awake` gives the zero-initialised AttnRes queries values, so that they matter."""
-    model = K3(cfg, rngs=nnx.Rngs(params=seed))
-    if awake:
-        state = nnx.state(model, nnx.Param)
-        key = jax.random.key(seed + 1)
-        for i, (path, variable) in enumerate(nnx.to_flat_state(state)):
-            if path[-1] == "proj":
-                draw = jax.random.normal(jax.random.fold_in(key, i), variable.shape)
-                variable.set_value(draw.astype(variable.get_value().dtype))
-        nnx.update(model, state)
-    return model
+def build(cfg: K3Config, seed: int = 0) -> K3:
+    """A model with random parameters at which every mechanism matters; drawn by NumPy, which compiles nothing."""
+    rng = np.random.default_rng(seed)
+    model = nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0)))
+    graphdef, params, buffers = nnx.split(model, nnx.Param, Buffer)
+
+    def draw(path, variable):
+        shape, name = variable.shape, path[-1]
+        if name == "weight":
+            values = 1 + 0.1 * rng.normal(size=shape)
+        elif name == "dt_bias":
+            values = rng.uniform(-6, -2, shape)
+        elif name in ("A_log", "embedding"):
+            values = 0.3 * rng.normal(size=shape)
+        elif name == "proj":
+            values = rng.normal(size=shape)
+        else:
+            values = 0.15 * rng.normal(size=shape)
+        return jnp.asarray(values, variable.dtype)
+
+    drawn = unflatten_dict({path: draw(path, v) for path, v in nnx.to_flat_state(params)})
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.to_pure_dict(buffers))
+    return nnx.merge(graphdef, drawn, zeros)
 
 
 def with_params(cfg: K3Config, params, buffers) -> K3:

@@ -7,7 +7,13 @@ import pytest
 
 from k3jax.configs import PRESETS, preset
 from k3jax.configs.k3 import kimi_k3_model
-from k3jax.flops import attn_res_rows, flops_per_token, forward_flops_per_token, parameter_counts, peak_flops
+from k3jax.flops import (
+    attn_res_rows,
+    flops_per_token,
+    forward_flops_per_token,
+    parameter_counts,
+    peak_flops,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +35,20 @@ def test_flops_of_the_released_model(counts):
     cfg = kimi_k3_model()
     assert attn_res_rows(cfg) == 1002
     for length, forward, training in ((8192, 215.6e9, 646.8e9), (1_048_576, 982.7e9, 2948.0e9)):
-        assert forward_flops_per_token(cfg, length, counts.matmul) == pytest.approx(forward, rel=1e-3)
+        assert forward_flops_per_token(cfg, length, counts.matmul) == pytest.approx(
+            forward, rel=1e-3
+        )
         assert flops_per_token(cfg, length, counts.matmul) == pytest.approx(training, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("name", "low", "high"),
-    [("nano", 1e6, 9e6), ("colab", 1e8, 1.5e8), ("mini", 1e9, 1.5e9), ("kimi_linear_48b", 4.7e10, 5e10)],
+    [
+        ("nano", 1e6, 9e6),
+        ("colab", 1e8, 1.5e8),
+        ("mini", 1e9, 1.5e9),
+        ("kimi_linear_48b", 4.7e10, 5e10),
+    ],
 )
 def test_sizes_of_the_presets(name, low, high):
     assert low <= parameter_counts(preset(name)().model).total <= high
@@ -43,7 +56,12 @@ def test_sizes_of_the_presets(name, low, high):
 
 def test_peaks_are_matched_by_device_kind():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 9.89e14
-    assert peak_flops("TPU v5 lite") < peak_flops("TPU v5p") < peak_flops("TPU v6 lite") < peak_flops("TPU7x")
+    assert (
+        peak_flops("TPU v5 lite")
+        < peak_flops("TPU v5p")
+        < peak_flops("TPU v6 lite")
+        < peak_flops("TPU7x")
+    )
     assert peak_flops("cpu") is None
 
 

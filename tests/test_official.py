@@ -58,7 +58,9 @@ def test_kf_084_every_matrix_is_transposed_as_its_entry_says(tensors):
             leaf = leaf[key]
         ours = leaf[placed.index] if placed.index else leaf
         rows = int(np.prod(ours.shape)) // official.shape[1]
-        np.testing.assert_array_equal(ours.reshape(official.shape[1], rows).T, official, err_msg=placed.name)
+        np.testing.assert_array_equal(
+            ours.reshape(official.shape[1], rows).T, official, err_msg=placed.name
+        )
         squares += official.shape[0] == official.shape[1]
     assert squares
 
@@ -91,7 +93,9 @@ def test_kf_078_a_log_is_per_head_and_may_be_padded(tensors, change, words):
     changed = {**tensors, name: change(tensors[name])}
     if words is None:
         params, buffers = from_official(CFG, changed)
-        np.testing.assert_array_equal(params["layers_0_to_0"]["layer_0"]["self_attn"]["A_log"][0], tensors[name])
+        np.testing.assert_array_equal(
+            params["layers_0_to_0"]["layer_0"]["self_attn"]["A_log"][0], tensors[name]
+        )
         padded = to_official(CFG, params, buffers, padded_a_log=True)[name]
         np.testing.assert_array_equal(padded, changed[name])
         return
@@ -106,9 +110,15 @@ def test_released_layout_of_a_log_matches_the_fixture():
     for case in ("kda_layer_k3", "kda_layer_linear"):
         meta, t = load(case)
         cfg = config_from_official(meta["config"], dtype="float32", param_dtype="float32")
-        entry = next(p.entry for p in all_entries(cfg, padded_a_log=True) if p.name.endswith("A_log"))
-        np.testing.assert_array_equal(entry.save(t["weights.A_log"]), t["weights_release_layout.A_log"])
-        np.testing.assert_array_equal(entry.load(t["weights_release_layout.A_log"]), t["weights.A_log"])
+        entry = next(
+            p.entry for p in all_entries(cfg, padded_a_log=True) if p.name.endswith("A_log")
+        )
+        np.testing.assert_array_equal(
+            entry.save(t["weights.A_log"]), t["weights_release_layout.A_log"]
+        )
+        np.testing.assert_array_equal(
+            entry.load(t["weights_release_layout.A_log"]), t["weights.A_log"]
+        )
 
 
 def test_kf_085_a_tied_head_is_no_tensor():
@@ -124,7 +134,9 @@ def test_kf_051_float32_parameters_stay_float32(tensors):
     layer = params["layers_0_to_0"]["layer_0"]["self_attn"]
     assert layer["A_log"].dtype == layer["dt_bias"].dtype == np.float32
     assert layer["q_proj"]["kernel"].dtype == "bfloat16"
-    assert buffers["layers_1_to_1"]["layer_0"]["block_sparse_moe"]["router_bias"].dtype == np.float32
+    assert (
+        buffers["layers_1_to_1"]["layer_0"]["block_sparse_moe"]["router_bias"].dtype == np.float32
+    )
 
 
 # -- configs
@@ -175,9 +187,15 @@ def test_kf_079_layer_lists_count_from_one(k3_config):
 
 
 def test_kf_081_outer_inner_and_linear_configs(k3_config):
-    assert config_from_official({"text_config": k3_config, "model_type": "outer"}) == config_from_official(k3_config)
+    assert config_from_official(
+        {"text_config": k3_config, "model_type": "outer"}
+    ) == config_from_official(k3_config)
     linear = config_from_official(load("text_linear/io")[0]["config"])
-    assert (linear.attn_res.kind, linear.kda.gate, linear.activation.kind) == ("none", "softplus", "swiglu")
+    assert (linear.attn_res.kind, linear.kda.gate, linear.activation.kind) == (
+        "none",
+        "softplus",
+        "swiglu",
+    )
     assert linear.kda.out_gate_rank == linear.kda.head_dim
     assert linear.moe.latent_dim is None
 

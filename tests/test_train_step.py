@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from k3jax.losses import next_token_targets
 from k3jax.model import LayerStats, apply_balancing, plan_stacks
@@ -306,9 +305,10 @@ def test_initial_parameters_have_the_distributions_of_the_model():
     _, abstract, abstract_buffers = abstract_model(model)
     jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, params, abstract)
     assert jax.tree.structure(buffers) == jax.tree.structure(abstract_buffers)
-    attention = params["layers_3_to_3"]["layer_0"]["self_attn"]
-    groups = params["layers_1_to_2"]["layer_0"]
-    for kernel in (attention["q_proj"]["kernel"], groups["block_sparse_moe"]["experts"]["w1"]):
+    layer = params["layers_3_to_3"]["layer_0"]
+    pair = params["layers_1_to_2"]["layer_0"]
+    attention = pair["self_attn"]
+    for kernel in (attention["q_proj"]["kernel"], pair["block_sparse_moe"]["experts"]["w1"]):
         np.testing.assert_allclose(kernel.std(), MODEL.init_std, rtol=0.15)
     assert (layer["input_layernorm"]["weight"] == 1).all()
     assert not layer["mlp_res"]["proj"].any()

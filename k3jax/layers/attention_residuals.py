@@ -57,8 +57,8 @@ def mix(
     bank: Float[Array, "M B T D"],
     count: int | Int[Array, ""],
     prefix: Float[Array, "B T D"],
-    query: Float[Array, "D"],
-    norm: Float[Array, "D"],
+    query: Float[Array, " D"],
+    norm: Float[Array, " D"],
     eps: float,
 ) -> Float[Array, "B T D"]:
     """Softmax over depth, one distribution per token.

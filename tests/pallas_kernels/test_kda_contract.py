@@ -237,8 +237,12 @@ def test_kf_009_empty_documents(offsets):
     compare(got, oracle(inputs, cu_seqlens=offsets))
     empty = np.diff(offsets) == 0
     np.testing.assert_array_equal(np.asarray(got["final_state"])[empty], inputs["state"][empty])
-    fresh = {n: x for n, x in inputs.items() if n != "state"}
-    assert not np.asarray(run(fresh, cu_seqlens=offsets)["final_state"])[empty].any()
+
+
+def test_kf_009_empty_documents_without_a_state_return_zeros():
+    args = {n: x for n, x in make_inputs(3, ("mild",), seed=7).items() if n in NAMES[:5]}
+    _, state = jit(kda)(**args, cu_seqlens=np.array([0, 0, 3, 3], np.int32))
+    assert [bool(x.any()) for x in np.asarray(state)] == [False, True, False]
 
 
 def test_kf_009_empty_batches():

@@ -74,43 +74,44 @@ def test_l2_norm(case):
     check("l2_grad_x", pull(jnp.asarray(x["d_y"]))[0], meta)
 
 
+@functools.partial(jit, static_argnames="offsets")
+def convolution(x, kernel, cache, d_y, offsets):
+    """(y, new cache), gradients; with offsets one call per document, as packing must equal."""
+
+    def forward(x, kernel):
+        if offsets is None:
+            return short_conv(x, kernel, cache=cache)
+        pieces = [
+            short_conv(x[:, a:b], kernel, cache=None if cache is None else cache[n : n + 1])
+            for n, (a, b) in enumerate(itertools.pairwise(offsets))
+        ]
+        y, caches = zip(*pieces, strict=True)
+        return jnp.concatenate(y, axis=1), jnp.concatenate(caches)
+
+    out, pull = jax.vjp(forward, x, kernel)
+    return out, pull((d_y, jnp.zeros_like(out[1])))
+
+
 @pytest.mark.parametrize("case", cases("short_conv"))
 def test_short_conv(case):
     """Channels as one head; the stored cache has a fourth, never used, oldest column."""
     meta, x = load(case)
-    kernel = jnp.asarray(x["weights.weight"])[:, 0].T[:, None]  # W 1 channels
-    width = kernel.shape[0] - 1
+    kernel = x["weights.weight"][:, 0].T[:, None]  # W 1 channels
     tags = [name.removesuffix(".x") for name in x if name.endswith(".x")]
     assert tags
     for tag in tags:
-        get = {n.removeprefix(f"{tag}."): v for n, v in x.items() if n.startswith(f"{tag}.")}
-        past = get.get("cache_in")
-        cache = None if past is None else jnp.asarray(past).transpose(0, 2, 1)[:, 1:, None]
-        offsets = get.get("cu_seqlens")
-        inputs = jnp.asarray(get["x"])[:, :, None]
-        if offsets is None:
-            run = functools.partial(short_conv, cache=cache)
-        else:
-            run = functools.partial(convolve_packed, offsets=offsets, cache=cache)
-        (y, new_cache), pull = jax.vjp(run, inputs, kernel)
-        dx, dw = pull((jnp.asarray(get["d_y"])[:, :, None], jnp.zeros_like(new_cache)))
-        check(f"{tag}.y", y[:, :, 0], meta)
-        check(f"{tag}.grad_x", dx[:, :, 0], meta)
-        check(f"{tag}.grad_weight", dw[:, 0].T[:, None], meta)
-        want = x[f"{tag}.cache_out"].transpose(0, 2, 1)[:, -width:]
-        np.testing.assert_array_equal(new_cache[:, :, 0], want)
+        past, offsets = x.get(f"{tag}.cache_in"), x.get(f"{tag}.cu_seqlens")
+        cache = None if past is None else past.transpose(0, 2, 1)[:, 1:, None]
+        inputs, d_y = x[f"{tag}.x"][:, :, None], x[f"{tag}.d_y"][:, :, None]
+        documents = None if offsets is None else tuple(offsets.tolist())
+        (y, new_cache), (dx, dw) = convolution(inputs, kernel, cache, d_y, documents)
+        check(f"{tag}.y", np.asarray(y)[:, :, 0], meta)
+        check(f"{tag}.grad_x", np.asarray(dx)[:, :, 0], meta)
+        check(f"{tag}.grad_weight", np.asarray(dw)[:, 0].T[:, None], meta)
+        want = x[f"{tag}.cache_out"].transpose(0, 2, 1)[:, 1:]
+        np.testing.assert_array_equal(np.asarray(new_cache)[:, :, 0], want)
         if cache is None and offsets is not None:
             ids = np.repeat(np.arange(1, len(offsets)), np.diff(offsets))[None]
-            y, last = short_conv(inputs, kernel, segment_ids=jnp.asarray(ids))
-            check(f"{tag}.y", y[:, :, 0], meta)
-            np.testing.assert_array_equal(last[:, :, 0], want[-1:])
-
-
-def convolve_packed(x, kernel, offsets, cache):
-    """One call per document: what packing in one row must equal."""
-    pieces = [
-        short_conv(x[:, a:b], kernel, cache=None if cache is None else cache[n : n + 1])
-        for n, (a, b) in enumerate(itertools.pairwise(offsets))
-    ]
-    y, caches = zip(*pieces, strict=True)
-    return jnp.concatenate(y, axis=1), jnp.concatenate(caches)
+            y, last = jit(short_conv)(inputs, kernel, segment_ids=ids)
+            check(f"{tag}.y", np.asarray(y)[:, :, 0], meta)
+            np.testing.assert_array_equal(np.asarray(last)[:, :, 0], want[-1:])
