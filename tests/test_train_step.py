@@ -305,10 +305,9 @@ def test_initial_parameters_have_the_distributions_of_the_model():
     _, abstract, abstract_buffers = abstract_model(model)
     jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, params, abstract)
     assert jax.tree.structure(buffers) == jax.tree.structure(abstract_buffers)
-    layer = params["layers_3_to_3"]["layer_0"]
-    pair = params["layers_1_to_2"]["layer_0"]
-    attention = pair["self_attn"]
-    for kernel in (attention["q_proj"]["kernel"], pair["block_sparse_moe"]["experts"]["w1"]):
+    attention, layer = (params[plan.name]["layer_0"] for plan in plan_stacks(model))
+    attention = attention["self_attn"]
+    for kernel in (attention["q_proj"]["kernel"], layer["block_sparse_moe"]["experts"]["w1"]):
         np.testing.assert_allclose(kernel.std(), MODEL.init_std, rtol=0.15)
     assert (layer["input_layernorm"]["weight"] == 1).all()
     assert not layer["mlp_res"]["proj"].any()
