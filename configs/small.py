@@ -1,6 +1,7 @@
 """Small Kimi K3s with every mechanism of the large one; sizes for one accelerator, for Colab, for a CPU."""
 
 from dataclasses import replace
+from typing import Literal
 
 from k3jax.configs.experiment import ExperimentConfig
 from k3jax.configs.k3 import kimi_k3_model
@@ -28,7 +29,7 @@ def _scaled(
     num_bins: int = 1000,
     chunk_size: int = 64,
     dtype: str,
-    remat: str,
+    remat: Literal["none", "full", "dots"],
 ) -> K3Config:
     """Kimi K3 with other sizes and the same mechanisms."""
     k3 = kimi_k3_model()

@@ -93,6 +93,7 @@ def parameter_counts(cfg: K3Config) -> ParameterCounts:
         total += size
         touched = size
         if name == "routed experts":
+            assert cfg.moe is not None
             touched = size // cfg.moe.num_experts * cfg.moe.num_active
         if name == "embedding":
             touched = size if cfg.tie_embeddings else 0

@@ -208,7 +208,12 @@ class Layer(nnx.Module):
             count, pushed = self.attn_res.before_attention(index)
             x = self.self_attention_res(bank, count, prefix)
             bank, prefix = push(bank, count, prefix, pushed)
-        y, cache, max_logit = self._attend(self.input_layernorm(x), segment_ids, cache, length)
+        x, max_logit = self.input_layernorm(x), None
+        attention: Any = self.self_attn
+        if self.attention == "kda":
+            y, cache = attention(x, segment_ids, cache)
+        else:
+            y, cache, max_logit = attention(x, segment_ids, cache, length)
         prefix = prefix + y
 
         x = prefix
@@ -218,11 +223,6 @@ class Layer(nnx.Module):
             bank, prefix = push(bank, count, prefix, pushed)
         y, router = self._mix_channels(self.post_attention_layernorm(x), segment_ids, collect)
         return bank, prefix + y, cache, LayerStats(router, max_logit if collect else None)
-
-    def _attend(self, x, segment_ids, cache, length):
-        if self.attention == "kda":
-            return *self.self_attn(x, segment_ids, cache), None
-        return self.self_attn(x, segment_ids, cache, length)
 
     def _mix_channels(self, x, segment_ids, collect):
         if self.mixer == "dense":
@@ -387,13 +387,10 @@ class K3(nnx.Module):
         bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
         caches, stats = {}, {}
         for plan in plan_stacks(cfg):
-            run = partial(self._stack, plan, bank, prefix, segment_ids, collect)
-            if state is None:
-                bank, prefix, stats[plan.name] = run()
-            else:
-                bank, prefix, caches[plan.name], stats[plan.name] = run(
-                    state.caches[plan.name], state.length
-                )
+            cached = (None, None) if state is None else (state.caches[plan.name], state.length)
+            bank, prefix, caches[plan.name], stats[plan.name] = self._stack(
+                plan, bank, prefix, segment_ids, collect, *cached
+            )
         if cfg.attn_res.kind != "none":
             prefix = self.output_attn_res(bank, bank.shape[0], prefix)
         h = self.norm(prefix)
@@ -406,7 +403,7 @@ class K3(nnx.Module):
         )
         return h, stats, DecodeState(state.length + new.astype(state.length.dtype), caches)
 
-    def _stack(self, plan, bank, prefix, segment_ids, collect, caches=None, length=None):
+    def _stack(self, plan, bank, prefix, segment_ids, collect, caches, length):
         """One stack; with caches it is decoding and nothing will be differentiated."""
         graphdef, arrays = nnx.split(getattr(self, plan.name))
         stacked = nnx.to_pure_dict(arrays)
@@ -433,14 +430,15 @@ class K3(nnx.Module):
             return bank, prefix, stats
 
         if self.cfg.remat == "full":
-            return scan_units(apply, stacked, first, bank, prefix, segment_ids)
+            bank, prefix, stats = scan_units(apply, stacked, first, bank, prefix, segment_ids)
+            return bank, prefix, None, stats
         if self.cfg.remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         (bank, prefix), stats = _scan(
             partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
         )
-        return bank, prefix, stats
+        return bank, prefix, None, stats
 
     def head_kernel(self) -> Float[Array, "D X"]:
         """Matrix from the final activations to logits, in its storage dtype."""
@@ -479,16 +477,13 @@ def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:
     update = jax.vmap(
         partial(update_bias, num_active=cfg.moe.num_active, balancing=cfg.moe.balancing)
     )
+
+    def updated(leaf: dict, layer: LayerStats) -> dict:
+        assert layer.router is not None  # every layer with a bias reports, if asked to collect
+        bias = leaf["block_sparse_moe"]["router_bias"]
+        return {"block_sparse_moe": {"router_bias": update(bias, layer.router)}}
+
     return {
-        stack: {
-            name: {
-                "block_sparse_moe": {
-                    "router_bias": update(
-                        leaf["block_sparse_moe"]["router_bias"], stats[stack][name].router
-                    )
-                }
-            }
-            for name, leaf in layers.items()
-        }
+        stack: {name: updated(leaf, stats[stack][name]) for name, leaf in layers.items()}
         for stack, layers in buffers.items()
     }

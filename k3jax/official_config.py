@@ -9,7 +9,7 @@ from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
-from k3jax.model import K3Config
+from k3jax.model import Attention, K3Config
 
 log = logging.getLogger("k3jax")
 
@@ -56,7 +56,7 @@ def is_k3(config: Mapping[str, Any]) -> bool:
     )
 
 
-def attention_schedule(config: Mapping[str, Any]) -> tuple[str, ...]:
+def attention_schedule(config: Mapping[str, Any]) -> tuple[Attention, ...]:
     """ "kda" or "mla" of each layer, index 0 first, from the released lists, which count from 1.
 
     Raises: ValueError if the lists overlap, leave a layer out or name one that does not exist.
@@ -77,7 +77,9 @@ def attention_schedule(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple("mla" if i in set(mla) else "kda" for i in range(1, n + 1))
 
 
-def fold_schedule(layers: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def fold_schedule(
+    layers: tuple[Attention, ...],
+) -> tuple[tuple[Attention, ...], tuple[Attention, ...]]:
     """(pattern, closing) of the shortest description of a schedule as pattern * n + closing."""
     best = (layers, ())
     for size in range(1, len(layers) + 1):

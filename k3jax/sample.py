@@ -39,7 +39,7 @@ def sample_token(
     temperature: Float[Array, ""],
     top_k: int,
     top_p: Float[Array, ""],
-) -> Int[Array, "B"]:
+) -> Int[Array, " B"]:
     """One token per row from the tempered, truncated distribution.
 
     Args:

@@ -10,7 +10,7 @@ Backend = tuple[Callable[..., Any], Callable[..., str | None]]
 _logged: set[tuple[str, str]] = set()
 
 
-def always(*_: Any) -> None:
+def always(*_: Any) -> str | None:
     """The `unsupported` of a backend without limits."""
 
 

@@ -36,19 +36,19 @@ class AttnResConfig:
 
     def num_rows(self, num_layers: int) -> int:
         """Rows that the bank holds after the last layer (the embedding's included)."""
-        if self.kind == "block":
+        if self.block_size is not None:
             return -(-num_layers // self.block_size)
         return 2 * num_layers if self.kind == "full" else 0
 
     def before_attention(self, index):
         """(rows in the bank, whether `prefix` is pushed after the mix) at layer `index`, int or traced."""
-        if self.kind == "block":
+        if self.block_size is not None:
             return -(-index // self.block_size), index % self.block_size == 0
         return 2 * index, True
 
     def before_mixer(self, index):
         """The same for the site in front of the channel mixer."""
-        if self.kind == "block":
+        if self.block_size is not None:
             return index // self.block_size + 1, False
         return 2 * index + 1, True
 

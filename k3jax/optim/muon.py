@@ -81,7 +81,7 @@ def orthogonalize(
     with jax.default_matmul_precision(precision):
         o, _ = newton_schulz.update(x, newton_schulz.init(x))
     ((_, a, b),) = blocks.shapes(x.shape)
-    return UPDATE_RMS * math.sqrt(max(a, b)) * o.astype(jnp.float32)
+    return UPDATE_RMS * math.sqrt(max(a, b)) * jnp.asarray(o, jnp.float32)
 
 
 def scale_by_per_head_muon(

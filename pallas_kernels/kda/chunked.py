@@ -47,7 +47,7 @@ def _einsum(equation: str, *operands: Array, out: jnp.dtype) -> Array:
 
 def _sum_over(tokens: np.ndarray, g: Float[Array, "*lead m K"]) -> Float[Array, "*lead i K"]:
     """For each row of `tokens`, the sum of the log-decays it marks."""
-    return _einsum("im,...mk->...ik", tokens.astype(g.dtype), g, out=g.dtype)
+    return _einsum("im,...mk->...ik", jnp.asarray(tokens, g.dtype), g, out=g.dtype)
 
 
 def _both(rows: Float[Array, "*lead R K"], factor: Float[Array, "*lead t K"]):

@@ -61,8 +61,9 @@ def recurrent(
         starts = jnp.zeros(inputs[0].shape[:2], bool)
 
     def body(state, token):
-        start, *token = token
-        return step(*token, jnp.where(start[:, None, None, None], 0, state))[::-1]
+        start, q, k, v, g, beta = token
+        state = jnp.where(start[:, None, None, None], 0, state)
+        return step(q, k, v, g, beta, state)[::-1]
 
     time_first = [jnp.moveaxis(x, 1, 0) for x in (starts, *inputs)]
     state, o = jax.lax.scan(body, state.astype(wide), time_first)

@@ -35,11 +35,12 @@ def short_conv(
     W = kernel.shape[0]
     past = jnp.zeros((B, W - 1, *x.shape[2:]), x.dtype) if cache is None else cache
     if T == 0 or W == 1:
-        y = x.astype(jnp.float32) * kernel[W - 1].astype(jnp.float32)
+        y = x.astype(jnp.float32)
         if segment_ids is not None:
             y = jnp.where((segment_ids > 0)[..., None, None], y, 0)
-        return jax.nn.silu(y).astype(x.dtype), past
+        return jax.nn.silu(y * kernel[W - 1].astype(jnp.float32)).astype(x.dtype), past
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)  # B W-1+T H K
+    real = document = jnp.ones((), bool)  # replaced where there are documents
     if segment_ids is not None:
         real = segment_ids > 0
         # The row's first document is that of its first real token; the cache belongs to it too.
@@ -47,12 +48,13 @@ def short_conv(
         document = jnp.concatenate([jnp.repeat(first, W - 1, axis=1), segment_ids], axis=1)
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(W):
-        tap = inputs[:, j : j + T].astype(jnp.float32) * kernel[j].astype(jnp.float32)
+        tap = inputs[:, j : j + T].astype(jnp.float32)
         if segment_ids is not None:
-            # A select: padding and other documents may hold anything, NaN included.
+            # A select, and before the product: padding and other documents may hold anything, and
+            # the kernel's gradient multiplies what stands here.
             same = real & (document[:, j : j + T] == segment_ids)
             tap = jnp.where(same[..., None, None], tap, 0)
-        y += tap
+        y += tap * kernel[j].astype(jnp.float32)
     if lengths is None and segment_ids is not None:
         lengths = jnp.max(jnp.where(real, jnp.arange(1, T + 1), 0), axis=1)
     if lengths is None:
