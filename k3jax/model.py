@@ -258,11 +258,11 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
     return build(jax.random.split(key, plan.repeats))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scan_units(
     apply: Callable,
+    first: tuple[int, ...],
     stacked: Any,
-    first: Array,
     bank: Array,
     prefix: Array,
     segment_ids: Array | None,
@@ -272,19 +272,26 @@ def scan_units(
     Everything inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
     the *final* bank, once. The bank is append-only and rows that a unit has not seen are masked in it, so its final
     value stands for the value at every step. Plain autodiff of a scan would save one bank per unit.
+
+    Args:
+        apply: one unit.
+        first: absolute index of each unit's first layer.
+        stacked: parameters and buffers, a leading axis over units.
+        bank, prefix: what flows through depth.
+        segment_ids: documents of the tokens.
     """
-    (bank, prefix), stats = _scan(
-        partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
-    )
+    step = partial(_unit_step, apply, segment_ids)
+    (bank, prefix), stats = _scan(step, (bank, prefix), stacked, first)
     return bank, prefix, stats
 
 
-def _scan(step: Callable, carry: Any, stacked: Any, first: Array | np.ndarray) -> tuple[Any, Any]:
+def _scan(
+    step: Callable, carry: Any, stacked: Any, first: tuple[int, ...], reverse: bool = False
+) -> tuple[Any, Any]:
     """Scan `step(carry, (unit, first))`; one unit alone is called directly, with a Python int as layer index."""
-    if first.shape[0] > 1:
-        return jax.lax.scan(step, carry, (stacked, first))
-    index = int(first[0]) if isinstance(first, np.ndarray) else first[0]
-    carry, ys = step(carry, (jax.tree.map(lambda x: x[0], stacked), index))
+    if len(first) > 1:
+        return jax.lax.scan(step, carry, (stacked, np.array(first, np.int32)), reverse=reverse)
+    carry, ys = step(carry, (jax.tree.map(lambda x: x[0], stacked), first[0]))
     return carry, jax.tree.map(lambda y: y[None], ys)
 
 
@@ -294,31 +301,31 @@ def _unit_step(apply, segment_ids, carry, xs):
     return (bank, prefix), stats
 
 
-def _scan_units_fwd(apply, stacked, first, bank, prefix, segment_ids):
+def _scan_units_fwd(apply, first, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
         out, stats = _unit_step(apply, segment_ids, carry, xs)
         return out, (carry[1], stats)
 
     (bank, prefix), (prefixes, stats) = _scan(step, (bank, prefix), stacked, first)
-    return (bank, prefix, stats), (stacked, first, bank, prefixes, segment_ids)
+    return (bank, prefix, stats), (stacked, bank, prefixes, segment_ids)
 
 
-def _scan_units_bwd(apply, saved, cotangents):
-    stacked, first, bank, prefixes, segment_ids = saved
+def _scan_units_bwd(apply, first, saved, cotangents):
+    stacked, bank, prefixes, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
     def step(carry, xs):
-        params, first, prefix = xs
+        (params, prefix), index = xs
         _, pull = jax.vjp(
-            lambda p, b, x: apply(p, first, b, x, segment_ids)[:2], params, bank, prefix
+            lambda p, b, x: apply(p, index, b, x, segment_ids)[:2], params, bank, prefix
         )
         d_params, *carry = pull(carry)
         return tuple(carry), d_params
 
-    (d_bank, d_prefix), d_stacked = jax.lax.scan(
-        step, (d_bank, d_prefix), (stacked, first, prefixes), reverse=True
+    (d_bank, d_prefix), d_stacked = _scan(
+        step, (d_bank, d_prefix), (stacked, prefixes), first, reverse=True
     )
-    return d_stacked, None, d_bank, d_prefix, None
+    return d_stacked, d_bank, d_prefix, None
 
 
 scan_units.defvjp(_scan_units_fwd, _scan_units_bwd)
@@ -407,7 +414,7 @@ class K3(nnx.Module):
         """One stack; with caches it is decoding and nothing will be differentiated."""
         graphdef, arrays = nnx.split(getattr(self, plan.name))
         stacked = nnx.to_pure_dict(arrays)
-        first = plan.first + np.arange(plan.repeats, dtype=np.int32) * plan.size
+        first = tuple(range(plan.first, plan.first + plan.size * plan.repeats, plan.size))
 
         if caches is not None:
 
@@ -430,7 +437,7 @@ class K3(nnx.Module):
             return bank, prefix, stats
 
         if self.cfg.remat == "full":
-            bank, prefix, stats = scan_units(apply, stacked, first, bank, prefix, segment_ids)
+            bank, prefix, stats = scan_units(apply, first, stacked, bank, prefix, segment_ids)
             return bank, prefix, None, stats
         if self.cfg.remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

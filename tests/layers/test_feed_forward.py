@@ -96,11 +96,11 @@ def test_bad_activation_is_refused(changes, words):
 
 def test_linear_contracts_and_makes_several_dimensions():
     linear = Linear((2, 3), (4,), ("heads", "value", "embed"), rngs=nnx.Rngs(0), init_std=0.5)
-    x = normal(5, 7, 2, 3)
+    x = jnp.asarray(normal(5, 7, 2, 3))
     want = np.einsum("abhv,hvd->abd", x, linear.kernel[...])
     np.testing.assert_allclose(linear(x), want, rtol=1e-5, atol=1e-6)
     assert linear.kernel.get_metadata("logical_axes") == ("heads", "value", "embed")
-    assert linear(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert linear(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_linear_initial_deviation():

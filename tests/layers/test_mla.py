@@ -132,7 +132,8 @@ def test_attention_is_the_definition(block, key_heads):
     q_segment = np.take_along_axis(k_segment, position, 1)
     q_segment[0, 0], q_segment[1, 2] = 0, 9  # padding, and a document that has no keys
     args = {"scale": 0.7, "q_position": position, "q_segment": q_segment, "k_segment": k_segment}
-    o, top = jax.jit(lambda *a: attention(*a, **args, block=block))(q, k, v)
+    where = {name: jnp.asarray(a) for name, a in args.items() if name != "scale"}
+    o, top = jax.jit(lambda *a: attention(*a, scale=0.7, **where, block=block))(q, k, v)
     want, want_top = numpy_attention(q, k, v, **args)
     assert o.dtype == top.dtype == jnp.float32
     assert_close(o, want)
@@ -144,7 +145,7 @@ def test_attention_is_the_definition(block, key_heads):
 def test_attention_without_any_pair_is_zero():
     """KF-046: rows without keys give exact zeros, a largest logit of 0, and no NaN gradient."""
     q = normal(1, 3, 2, 4)
-    where = {"q_position": np.arange(3)[None], "q_segment": np.zeros((1, 3), np.int32)}
+    where = {"q_position": jnp.arange(3)[None], "q_segment": jnp.zeros((1, 3), jnp.int32)}
 
     @jax.jit
     def run(q):
@@ -161,8 +162,8 @@ def test_attention_blocks_agree_in_gradients_and_need_less_memory():
     B, T, H = 1, 512, 2
     q, k, v = (normal(B, T, H, 8, seed=s) for s in range(3))
     d_o = normal(B, T, H, 8, seed=3)
-    ids = segments(300, 200, size=T)
-    where = {"q_position": np.arange(T)[None], "q_segment": ids, "k_segment": ids, "scale": 0.3}
+    ids = jnp.asarray(segments(300, 200, size=T))
+    where = {"q_position": jnp.arange(T)[None], "q_segment": ids, "k_segment": ids, "scale": 0.3}
 
     def compiled(block):
         def loss(q, k, v):
@@ -181,12 +182,12 @@ def test_masked_logits_never_reach_the_exponential():
     """KF-002 in attention: a masked logit of 1e30 must not turn the gradient into NaN."""
     q, k = normal(1, 2, 1, 4), normal(1, 2, 1, 4, seed=1)
     q[0, 0], k[0, 1] = 1e15, 1e15  # the later key, seen from the earlier query
-    ids = np.ones((1, 2), np.int32)
+    ids = jnp.ones((1, 2), jnp.int32)
 
     @jax.jit
     def run(q, k, v):
         def loss(q, k, v):
-            where = {"q_position": np.arange(2)[None], "q_segment": ids, "k_segment": ids}
+            where = {"q_position": jnp.arange(2)[None], "q_segment": ids, "k_segment": ids}
             o, top = attention(q, k, v, scale=1.0, **where)
             return o[:, 0].sum(), top
 
@@ -405,7 +406,7 @@ def test_rotation_turns_pairs_by_distance():
     x, y = normal(1, 1, 1, 6), normal(1, 1, 1, 6, seed=1)
 
     def at(x, position):
-        return np.asarray(rotate(x, np.array([[position]]), 100.0))[0, 0, 0]
+        return np.asarray(rotate(jnp.asarray(x), jnp.array([[position]]), 100.0))[0, 0, 0]
 
     z = x[0, 0, 0, :3] + 1j * x[0, 0, 0, 3:]
     want = z * np.exp(5j * 100.0 ** (-np.arange(3) / 3))
@@ -416,7 +417,8 @@ def test_rotation_turns_pairs_by_distance():
 
 def test_rotated_positions_restart_with_every_document():
     ids = np.array([[0, 0, 1, 1, 1, 2, 2, 0]], np.int32)
-    np.testing.assert_array_equal(document_positions(ids)[0, 2:7], [0, 1, 2, 0, 1])
+    positions = document_positions(jnp.asarray(ids))
+    np.testing.assert_array_equal(positions[0, 2:7], [0, 1, 2, 0, 1])
     cfg = replace(TINY_MLA, rope_theta=100.0)
     graphdef, params = random_layer(cfg, WIDTH)
     call, x = caller(graphdef), normal(1, 8, WIDTH)

@@ -58,7 +58,7 @@ def test_golden_l2_norm(case):
 
 
 def test_rms_norm_rounds_before_the_weight():
-    x, weight = jnp.asarray(normal(64, 32), jnp.bfloat16), 1 + 0.3 * normal(32, seed=1)
+    x, weight = jnp.asarray(normal(64, 32), jnp.bfloat16), jnp.asarray(1 + 0.3 * normal(32, seed=1))
     x32 = np.asarray(x, np.float32)
     normed = x32 / np.sqrt((x32**2).mean(-1, keepdims=True) + 1e-5)
     want = np.asarray(weight, jnp.bfloat16) * normed.astype(jnp.bfloat16)
@@ -70,7 +70,7 @@ def test_rms_norm_rounds_before_the_weight():
 
 def test_gated_norm_rounds_once():
     x, gate = (jnp.asarray(normal(64, 32, seed=s), jnp.bfloat16) for s in (0, 1))
-    weight = 1 + 0.3 * normal(32, seed=2)
+    weight = jnp.asarray(1 + 0.3 * normal(32, seed=2))
     exact = gated_rms_norm(x.astype(jnp.float32), weight, gate.astype(jnp.float32), 1e-5)
     got = gated_rms_norm(x, weight, gate, 1e-5)
     assert got.dtype == jnp.bfloat16
