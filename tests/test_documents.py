@@ -1,0 +1,71 @@
+"""The README's Python runs, its files exist, and the notebook executes from a clean state."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_links_lead_somewhere():
+    for document in (
+        "README.md",
+        "docs/architecture.md",
+        "tests/README.md",
+        "benchmarks/README.md",
+    ):
+        text = (ROOT / document).read_text()
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert ((ROOT / document).parent / target).exists(), (document, target)
+
+
+def test_readme_names_the_two_commands():
+    assert "pip install uv && uv run k3jax train nano" in README
+    assert "pip install uv && uv run pytest" in README
+
+
+def test_notebooks_hold_no_outputs():
+    notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks
+    for path in notebooks:
+        for cell in json.loads(path.read_text())["cells"]:
+            assert not cell.get("outputs"), path
+
+
+@pytest.mark.slow
+def test_readme_python_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart.ipynb"])
+def test_kf_126_notebook_runs(name, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--nbmake",
+        "--nbmake-timeout=900",
+        "-q",
+        "-c",
+        os.devnull,
+    ]
+    command += ["--rootdir", str(ROOT / "notebooks"), str(ROOT / "notebooks" / name)]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ
+        | {"K3JAX_NOTEBOOK_STEPS": "4", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
