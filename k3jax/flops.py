@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.model import K3, K3Config, plan_stacks
+from k3jax.model import K3Config, plan_stacks
 from k3jax.sharding.annotate import Buffer
+from k3jax.train_state import abstract_model, merge
 
 # Dense bf16 matmul peak of one JAX device, FLOP/s, by a part of its device_kind (vendors' data sheets). The first match counts.
 PEAK_FLOPS = {
@@ -56,7 +57,7 @@ class ParameterCounts(NamedTuple):
 
 def _leaves(cfg: K3Config) -> Iterator[tuple[str, int]]:
     """(path, entries) of every parameter and buffer, from an abstract model."""
-    model = nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0)))
+    model = merge(*abstract_model(cfg))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Buffer))):
         yield "/".join(map(str, path)), math.prod(variable.shape)
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.data.tokenizer import Tokenizer
-from k3jax.model import K3, K3Config, init_decode_state
+from k3jax.model import K3Config, init_decode_state
+from k3jax.train_state import abstract_model
 
 BLOCK = 16  # tokens per call of the compiled loop, and so per flush to the terminal
 MIN_BUCKET = (
@@ -88,7 +89,7 @@ class Generator:
             )
         self.cfg, self.tokenizer, self.sampling = cfg, tokenizer, sampling
         self.weights = (params, buffers)
-        self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0))))
+        self.graphdef, _, _ = abstract_model(cfg)
         allowed = np.zeros(cfg.vocab_size, bool)
         allowed[: tokenizer.size] = True
         allowed[[tokenizer.bos_id, tokenizer.pad_id]] = False

@@ -1,5 +1,6 @@
 """Everything that a training step changes, as plain arrays in nested dicts."""
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def merge(graphdef: nnx.GraphDef, params: dict, buffers: dict) -> Any:
     return nnx.merge(graphdef, params, buffers)
 
 
+@functools.cache  # asked for by optimizer, steps and counts; tracing K3 takes seconds
 def abstract_model(model: ModelConfig) -> tuple[nnx.GraphDef, dict, dict]:
     """`split` of the model without its numbers: shapes and dtypes in place of arrays."""
     return split(nnx.eval_shape(lambda: model.build(rngs=nnx.Rngs(params=0))))

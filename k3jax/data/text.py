@@ -31,7 +31,7 @@ from k3jax.errors import UserError
 HELD_OUT = 0.05  # fraction of units
 MIN_FILES = 20  # from here on a file is never in both splits
 PIECE_BYTES = 1024 * 1024  # longer plain text is read in pieces, to bound memory
-SMALL_PIECE_BYTES = 64 * 1024  # with few files, where pieces are also what is shuffled and split
+MIN_PIECES = 4096  # of all plain text, as far as pieces of 1 KiB allow: pieces are what is shuffled
 MAX_UNITS = 2**20  # documents are held out in runs, so that the index of any corpus fits 24 MiB
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 _SUPPORTED = " ".join(SUFFIXES)
@@ -210,11 +210,11 @@ class _Found:
 
     @property
     def piece_bytes(self) -> int:
-        """Size of pieces of plain text: small data still makes enough of them to hold one out."""
-        if self.many:
-            return PIECE_BYTES
+        """Size of pieces of plain text. Rows follow each other in the order of the pieces, so small
+        data in large pieces would make whole batches, one after the other, of a single file.
+        """
         total = sum(path.stat().st_size for path in self.files.values())
-        return min(max(total // MIN_FILES, 1024), SMALL_PIECE_BYTES)
+        return min(max(total // MIN_PIECES, 1024), PIECE_BYTES)
 
     def add(self, path: Path) -> None:
         file = Path(os.path.relpath(path, self.root)).as_posix()
