@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -134,11 +135,12 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
     for remat in ("none", "full", "dots"):
         got, grads = loss(lambda m: m.hidden(tokens)[0], replace(cfg, remat=remat))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+        scale = optax.tree.norm(want_grads)
         for (path, a), b in zip(
             jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
         ):
-            error = jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-6)
-            assert error <= 3 * tolerance, (jax.tree_util.keystr(path), remat, float(error))
+            error = jnp.linalg.norm(a - b) / scale
+            assert error <= tolerance, (jax.tree_util.keystr(path), remat, float(error))
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(1, 0), (5, 1), (7, 4)])
