@@ -114,7 +114,12 @@ def test_bad_config_names_the_value(changes, words):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("block", "float32"), ("block", "bfloat16"), ("full", "float32"), ("none", "float32")],
+    [
+        ("block", "float32"),
+        pytest.param("block", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("full", "float32", marks=pytest.mark.slow),
+        pytest.param("none", "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_kf_122_scanned_equals_unrolled(kind, dtype):
     """Logits and gradients agree whether groups are scanned or not, whatever is recomputed."""
