@@ -131,7 +131,7 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
     def loss(run, cfg):
         def fn(params):
             h = run(with_params(cfg, params, buffers))
-            return jnp.sum(jnp.sin(h.astype(jnp.float32)))
+            return jnp.mean(jnp.sin(h.astype(jnp.float32)))
 
         return jax.jit(jax.value_and_grad(fn))(params)
 
