@@ -61,7 +61,7 @@ def build(cfg: K3Config, seed: int = 0) -> K3:
         elif name == "proj":
             values = rng.normal(size=shape)
         else:
-            values = 0.15 * rng.normal(size=shape)
+            values = 0.06 * rng.normal(size=shape)
         return jnp.asarray(values, variable.dtype)
 
     drawn = unflatten_dict({path: draw(path, v) for path, v in nnx.to_flat_state(params)})

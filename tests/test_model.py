@@ -173,38 +173,8 @@ def test_kf_071_start_in_the_middle(depth, cut):
     np.testing.assert_allclose(*run(), rtol=1e-4, atol=1e-5)
 
 
-def _temporary_bytes(cfg, tokens):
-    graphdef, params, buffers = split_abstract(cfg)
-
-    def loss(params, buffers):
-        h, _, _ = nnx.merge(graphdef, params, buffers).hidden(tokens)
-        return jnp.sum(h.astype(jnp.float32))
-
-    return (
-        jax.jit(jax.grad(loss))
-        .lower(params, buffers)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-    )
-
-
 def split_abstract(cfg):
     return split(nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0))))
-
-
-def test_kf_070_one_bank_for_the_backward_pass():
-    """AttnRes costs the bank and a temporary beside plain residuals, not one bank per layer or group."""
-    kda = replace(CFG.kda, num_heads=1)
-    cfg = tiny_config(num_layers=33, remat="full", dtype="bfloat16", width=64, kda=kda)
-    cfg = replace(cfg, attn_res=AttnResConfig(kind="block", block_size=4))
-    plain = replace(cfg, attn_res=AttnResConfig(kind="none", block_size=None))
-    tokens = jnp.zeros((1, 512), jnp.int32)
-    extra = _temporary_bytes(cfg, tokens) - _temporary_bytes(plain, tokens)
-    row = tokens.size * cfg.width * 2
-    bank = cfg.attn_res.num_rows(cfg.num_layers) * row
-    # forward bank, its gradient, and a few float32 rows that one mix needs at a time
-    assert extra <= 3 * bank + 2 * 9 * row * 2, (extra / row, bank / row)
 
 
 def test_kf_103_scan_returns_no_parameters():

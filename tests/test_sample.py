@@ -35,7 +35,7 @@ def test_greedy_equals_the_full_forward(model, greedy):
     for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         tokens[i, : len(prompt) + len(row)] = prompt + row
         ids[i, : len(prompt) + len(row)] = 1
-    logits = np.asarray(forward(tokens, ids))
+    logits = np.array(forward(tokens, ids))
     logits[..., ~np.asarray(greedy.allowed)] = -np.inf
     for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         assert 0 < len(row) <= 20
@@ -90,7 +90,7 @@ def test_truncation():
     assert set(_draws(logits, temperature=0.0)) == {0}
     assert set(_draws(logits, top_k=2)) == {0, 1}
     assert set(_draws(logits, top_p=0.6)) == {0, 1}
-    assert set(_draws(logits, top_p=0.5)) == {0}
+    assert set(_draws(logits, top_p=0.45)) == {0}
     assert set(_draws(logits)) == {0, 1, 2, 3}
     share = (_draws(logits) == 0).mean()
     assert abs(share - 0.5) < 0.1

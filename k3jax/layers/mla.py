@@ -244,7 +244,7 @@ class GatedMLA(nnx.Module):
             )
             if cfg.out_gate:
                 o = o * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
-            return self.o_proj(o.astype(x.dtype)), cache, jax.lax.stop_gradient(top)
+            return self.o_proj(o.astype(x.dtype)), cache, top
 
     def _project(self, x, segment_ids, q_position, *, decoding):
         """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if rope_theta."""
