@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from k3jax.layers.quantile_balancing import RouterStats
 from k3jax.losses import next_token_targets
 from k3jax.model import LayerStats, apply_balancing, plan_stacks
 from k3jax.optim.build import OptimConfig
 from k3jax.train_state import abstract_model, init_params, init_state, merge
-from k3jax.train_step import _layer_metrics, make_eval_step, make_train_step
+from k3jax.train_step import _layer_metrics, _pool, make_eval_step, make_train_step
 from tests.model_helpers import tiny_config
 
 # Two MLA layers with experts, scanned: every layer kind more is ten seconds of compiling.
@@ -139,26 +140,39 @@ def test_kf_100_a_copied_state_continues_bit_for_bit():
 # ----------------------------------------------------------------------------- the global batch
 
 
-def test_kf_058_micro_batches_are_pooled():
-    moe = replace(MODEL.moe, balancing="quantile_exact")
-    cfg = SimpleNamespace(model=replace(MODEL, moe=moe), optim=OPTIM, steps=40)
-    train, batch, ends = make_train_step(cfg), make_batch(shape=(4, 1, T)), []
-    for passes in (1, 4):
-        split = {name: x.reshape(passes, -1, T) for name, x in batch.items()}
-        state, metrics = train(new_state(cfg), split)
-        ends.append((state, metrics))
-    (one, one_metrics), (four, four_metrics) = ends
+def test_kf_058_one_pass_or_several_give_the_same_update():
+    batch = make_batch()
+    whole = {name: x.reshape(1, A * B, T) for name, x in batch.items()}
+    two, two_metrics = step()(new_state(), batch)
+    one, one_metrics = make_train_step(CONFIG)(new_state(), whole)
     for name in ("loss", "nats", "tokens", "grad_norm", "expert_load", "max_logit"):
-        np.testing.assert_allclose(four_metrics[name], one_metrics[name], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(two_metrics[name], one_metrics[name], rtol=2e-5, err_msg=name)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(momentum(one)))
-    for a, b in zip(jax.tree.leaves(momentum(one)), jax.tree.leaves(momentum(four)), strict=True):
+    for a, b in zip(jax.tree.leaves(momentum(one)), jax.tree.leaves(momentum(two)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * largest)
-    (a,), (b,) = (jax.tree.leaves(state.buffers) for state in (one, four))  # one stack
+    (a,), (b,) = (jax.tree.leaves(state.buffers) for state in (one, two))  # one stack
     tolerance = 1e-5
     assert (
         np.abs(a).max() > 100 * tolerance
     )  # the biases moved, or their equality would say nothing
     np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+def test_kf_058_statistics_of_micro_batches_are_one_sample():
+    passes, layers, tokens, experts = 3, 2, 4, 5
+    margins = np.random.default_rng(0).random((passes, layers, tokens, experts))
+    counts, tied = np.full((passes, layers), tokens), np.array([[1, 1], [1, 0], [1, 1]], bool)
+    load, logits = np.ones((passes, layers, experts), int), margins[:, :, 0]
+    stats = RouterStats(*map(jnp.asarray, (margins, counts, load, tied)))
+    router, max_logit = _pool({"s": {"layer_0": LayerStats(stats, jnp.asarray(logits))}})["s"][
+        "layer_0"
+    ]
+    rows = np.moveaxis(margins, 0, 1).reshape(layers, -1, experts)
+    np.testing.assert_allclose(router.statistics, rows, rtol=1e-6)
+    assert router.count.tolist() == [passes * tokens] * layers
+    assert (router.load == passes).all()
+    assert router.all_tied.tolist() == [True, False]
+    np.testing.assert_allclose(max_logit, logits.max(0), rtol=1e-6)
 
 
 def test_kf_058_a_bias_is_used_from_the_next_step_on():
