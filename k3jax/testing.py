@@ -115,7 +115,11 @@ class _Probe:
             y, vjp, last = jax.vjp(run, params, x, has_aux=True)
             return y, last, vjp(d_y)
 
-        self.layer, self.pull, self.stepwise = jax.jit(layer), jax.jit(pull), jax.jit(stepwise)
+        # Each runs a few times on little data: compilation is nearly all of the cost.
+        fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        self.layer, self.pull, self.stepwise = (
+            jax.jit(f, compiler_options=fast) for f in (layer, pull, stepwise)
+        )
 
     def empty(self, dtype: str = "float32") -> KDACache:
         return self.cfg.init_cache(2, self.size, dtype)

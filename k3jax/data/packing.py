@@ -1,8 +1,9 @@
 """Documents to batches of full rows, with a position that can be saved and restored exactly.
 
     documents of a split → shuffle (anew each epoch) → every P-th for this host → ids
-        → rows of T tokens → batches → a background thread
+        → rows of T tokens → shuffle within windows → batches → a background thread
 
+A long document fills many rows in a row; without the second shuffle they would be one batch.
 The order is one endless sequence of documents, a permutation per epoch, dealt to the P hosts in
 turn: hosts never share a document of an epoch and together see all of them, however few there are.
 All work is done by threads of this process: no worker can die alone, no shared memory is used, and
@@ -31,6 +32,7 @@ Row = dict[str, Int[np.ndarray, " T"]]
 Batch = dict[str, Int[np.ndarray, "rows T"]]
 
 READ_AHEAD = 16  # documents being read and tokenised
+ROW_WINDOW = 512  # rows that are shuffled among each other
 
 
 class PackedRows(grain.IterDataset):
@@ -118,6 +120,7 @@ _FIXES = {  # per field of a position's identity
     "tokenizer": "use the tokenizer of the first run",
     "seq_len": "use the --seq-len of the first run",
     "seed": "use the --seed of the first run",
+    "row_window": "use the k3jax of the first run",
     "process_count": "start as many processes as before",
     "process_index": "give each process the state that it saved",
 }
@@ -187,6 +190,7 @@ def make_train_iterator(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
+    row_window: int = ROW_WINDOW,
     num_threads: int = 2,
     prefetch: int = 2,
 ) -> TrainIterator:
@@ -198,11 +202,13 @@ def make_train_iterator(
         rows_per_host: rows of each batch of this host; may change between runs, rows continue.
         seed: order of the documents, any integer >= 0.
         process_index, process_count: this host and the number of hosts.
+        row_window: rows shuffled among each other; 1 keeps them in the order of the documents.
         num_threads: threads that read and tokenise; at most one per document is used.
         prefetch: batches made ahead of use; 0 makes each one when it is asked for.
 
     Raises: UserError if the split is empty; while iterating, if a whole epoch has no text or a file
-    has gone. Cost: memory of READ_AHEAD documents and `prefetch` batches.
+    has gone. Cost: memory of READ_AHEAD documents, `row_window` rows and `prefetch` batches; a
+    restored position reads its window again.
     """
     _check_rows(seq_len, rows_per_host, process_index, process_count)
     if seed < 0:
@@ -226,14 +232,18 @@ def make_train_iterator(
         )
     )
     rows = PackedRows(documents, seq_len=seq_len, pad_id=tokenizer.pad_id, patience=len(split) + 1)
+    mixed = grain.experimental.WindowShuffleIterDataset(
+        rows, window_size=row_window, seed=shuffle_seed
+    )
     batches = grain.experimental.ThreadPrefetchIterDataset(
-        rows.batch(rows_per_host), prefetch_buffer_size=prefetch
+        mixed.batch(rows_per_host), prefetch_buffer_size=prefetch
     )
     identity = {
         "data": split.corpus.fingerprint,
         "tokenizer": tokenizer.fingerprint,
         "seq_len": seq_len,
         "seed": seed,
+        "row_window": row_window,
         "process_count": process_count,
         "process_index": process_index,
     }
@@ -249,27 +259,30 @@ def make_eval_batches(
     num_batches: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
+    row_window: int = ROW_WINDOW,
     prefetch: int = 2,
 ) -> grain.IterDataset:
     """The split once, in a fixed order, as batches of one shape; iterate it as often as needed.
 
     Every host packs the same rows and keeps its share of each batch, so all hosts have equally many
     batches and the global batch depends only on the global number of rows. The last batch is
-    filled with padding (segment 0). `num_batches` stops earlier; documents come mixed, so the first
-    batches are a fair sample.
+    filled with padding (segment 0). `num_batches` stops earlier; documents and rows come mixed, so
+    the first batches are a fair sample.
     """
     _check_rows(seq_len, rows_per_host, process_index, process_count)
     documents = (
         grain.MapDataset.source(split)
+        .shuffle(seed=0)
         .map(functools.partial(tokenize, tokenizer=tokenizer))
         .to_iter_dataset(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD), allow_nones=True
         )
     )
     rows = PackedRows(documents, seq_len=seq_len, pad_id=tokenizer.pad_id, patience=len(split) + 1)
+    mixed = grain.experimental.WindowShuffleIterDataset(rows, window_size=row_window, seed=0)
     stack = functools.partial(_stack, count=rows_per_host * process_count, pad_id=tokenizer.pad_id)
     mine = slice(process_index * rows_per_host, (process_index + 1) * rows_per_host)
-    batches = rows.batch(rows_per_host * process_count, batch_fn=stack).map(
+    batches = mixed.batch(rows_per_host * process_count, batch_fn=stack).map(
         lambda batch: {name: values[mine] for name, values in batch.items()}
     )
     if num_batches is not None:

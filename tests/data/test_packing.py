@@ -34,11 +34,12 @@ def write_texts(folder, texts):
 
 def train(split, **options):
     defaults = {"seq_len": 16, "rows_per_host": 2, "seed": 0, "prefetch": 0, "num_threads": 0}
+    defaults["row_window"] = 1  # rows in the order of the documents
     return make_train_iterator(split, TOKENIZER, **(defaults | options))
 
 
 def evaluate(split, **options):
-    defaults = {"seq_len": 16, "rows_per_host": 2, "prefetch": 0}
+    defaults = {"seq_len": 16, "rows_per_host": 2, "row_window": 1, "prefetch": 0}
     return make_eval_batches(split, TOKENIZER, **(defaults | options))
 
 
@@ -76,19 +77,25 @@ def mixed(tmp_path_factory):
     return load_corpus(str(folder))
 
 
-@pytest.mark.parametrize("prefetch, num_threads", [(0, 0), (2, 2)])
-def test_resume_is_exact_at_every_point(mixed, prefetch, num_threads):
-    """KF-112: from every batch of three epochs, also in the middle of a document."""
+@pytest.mark.parametrize("row_window, prefetch, num_threads", [(1, 0, 0), (5, 0, 0), (5, 2, 2)])
+def test_resume_is_exact_at_every_point(mixed, row_window, prefetch, num_threads):
+    """KF-112: from every batch of three epochs, also in the middle of a document or a window."""
     split = mixed.split("train")
-    options = {"seq_len": 11, "prefetch": prefetch, "num_threads": num_threads}
+    options = {
+        "seq_len": 11,
+        "row_window": row_window,
+        "prefetch": prefetch,
+        "num_threads": num_threads,
+    }
     iterator = train(split, **options)
     states, batches = [], []
     for _ in range(120):
         states.append(json.dumps(iterator.get_state()))
         batches.append(next(iterator))
-    assert json.loads(states[-1])["position"]["documents"]["next_index"] > 2 * len(split)
-    assert sum(json.loads(state)["position"]["used"] > 0 for state in states) > 20
-    assert max(map(len, states)) < 500
+    windows = [json.loads(state)["position"]["parent_window_start_state"] for state in states]
+    assert windows[-1]["documents"]["next_index"] > 2 * len(split)
+    assert sum(window["used"] > 0 for window in windows) > 20
+    assert max(map(len, states)) < 600
     iterator.close()
     fresh = train(split, **options)
     points = random.Random(1).sample(range(115), 40 if prefetch else 60)
@@ -100,6 +107,26 @@ def test_resume_is_exact_at_every_point(mixed, prefetch, num_threads):
             assert json.dumps(fresh.get_state()) == states[step]
             assert_same(next(fresh), batches[step])
     fresh.close()
+
+
+def test_rows_are_mixed_within_windows_and_none_is_lost(tmp_path):
+    """Documents of 8 rows each: in their own order a batch of 4 rows is one document."""
+    split = write_texts(tmp_path, [chr(ord("a") + i) * 94 for i in range(16)]).split("all")
+    options = {"seq_len": 12, "rows_per_host": 4}
+
+    def rows(**more):
+        batches = list(itertools.islice(train(split, **options, **more), 32))
+        return [[bytes(row.astype(np.uint8)) for row in batch["tokens"]] for batch in batches]
+
+    plain, mixed, other = rows(), rows(row_window=64), rows(row_window=64, seed=1)
+    for begin in (0, 16):  # 16 batches are a window
+        window = slice(begin, begin + 16)
+        assert sorted(sum(plain[window], [])) == sorted(sum(mixed[window], []))
+    texts = lambda batch: len({row[6] for row in batch})  # noqa: E731
+    assert max(map(texts, plain)) == 1
+    assert np.mean([texts(batch) for batch in mixed]) > 3
+    assert mixed[:16] != mixed[16:]
+    assert mixed != other
 
 
 def test_kf_112_stop_after_37_of_100(tmp_path):
@@ -316,7 +343,7 @@ def test_evaluation_sees_everything_once(mixed):
     split = mixed.split("all")
     batches = list(evaluate(split, seq_len=13, rows_per_host=4))
     texts = [split[i].data.decode() for i in range(len(split)) if split[i]]
-    assert documents(batches)[:-1] == texts
+    assert sorted(documents(batches)[:-1]) == sorted(texts)
     assert {batch["tokens"].shape for batch in batches} == {(4, 13)}
     padding = batches[-1]["segment_ids"] == 0
     assert padding.any()
