@@ -153,10 +153,11 @@ def nano() -> ExperimentConfig:
             dtype="float32",
             remat="none",
         ),  # fmt: skip
-        steps=150,
+        steps=240,
         batch_size=8,
         seq_len=256,
-        checkpoint_every=50,
-        eval_every=50,
-        optim=OptimConfig(peak_lr=2e-3, final_lr=2e-4, ns_dtype="float32"),
+        checkpoint_every=60,
+        eval_every=60,
+        eval_batches=16,
+        optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4, ns_dtype="float32"),
     )

@@ -136,15 +136,10 @@ def _sample(args: list[str]) -> int:
         )
     except ValueError as error:  # values outside their range
         raise UserError(str(error)) from error
-    tokens = [tokenizer.bos_id, *tokenizer.encode(asked.prompt)]
-    decoder = tokenizer.stream()
     print(asked.prompt, end="", flush=True)
-    for (block,) in generator.stream([tokens], asked.max_tokens, asked.seed):
-        for token in block:
-            if token != tokenizer.eos_id:
-                print(decoder.push(token), end="")
-        sys.stdout.flush()
-    print(decoder.flush())
+    for text in generator.stream_text(asked.prompt, asked.max_tokens, asked.seed):
+        print(text, end="", flush=True)
+    print()
     return 0
 
 

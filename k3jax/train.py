@@ -361,16 +361,17 @@ def _summary(
 
 def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display) -> None:
     """Prints a short text of the trained model; a stop ends it early."""
-    from k3jax.sample import Generator
+    from k3jax.sample import Generator, SamplingConfig
 
     if jax.process_count() > 1:  # every process holds only a part of the model
         return
     prompt = LIBRARY_PROMPT if setup.cfg.data is None else ""
-    generator = Generator(setup.cfg.model, state.params, state.buffers, setup.tokenizer)
-    decoder, text = setup.tokenizer.stream(), [prompt]
-    tokens = [setup.tokenizer.bos_id, *setup.tokenizer.encode(prompt)]
-    for (block,) in generator.stream([tokens], SAMPLE_TOKENS, setup.cfg.seed):
+    generator = Generator(
+        setup.cfg.model, state.params, state.buffers, setup.tokenizer, SamplingConfig(temperature=0.7)
+    )
+    text = prompt
+    for piece in generator.stream_text(prompt, SAMPLE_TOKENS, setup.cfg.seed):
         if stop:
             return
-        text += [decoder.push(token) for token in block if token != setup.tokenizer.eos_id]
-    display.note("sample:\n" + "".join([*text, decoder.flush()]))
+        text += piece
+    display.note("sample:\n" + text)

@@ -35,6 +35,8 @@ def pytest_sessionfinish(session, exitstatus):
     """A run that tested nothing, or much less than there is, has not succeeded."""
     if exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
         return
+    if hasattr(session.config, "workerinput"):  # the process that collects the results decides
+        return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     passed = len(reporter.stats.get("passed", []))
     option = session.config.option

@@ -18,6 +18,7 @@ from tests.tiny_run import TINY, records, text_folder
 
 STEPS = 40
 EVERY = 3  # steps between checkpoints
+pytestmark = pytest.mark.slow  # each start costs half a minute of compilation
 PATIENCE = 900  # seconds for one run, on a busy machine
 
 
@@ -141,12 +142,6 @@ def assert_equals(run: Path, reference: Path) -> None:
     assert not unfinished(run)
 
 
-@pytest.mark.timeout(3000)
-def test_kf_107_kill_and_resume(machine, reference, tmp_path):
-    kill_many(machine, reference, tmp_path / "run", 3, random.Random(0))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_kf_107_twenty_kills(machine, reference, tmp_path):
     inside = kill_many(machine, reference, tmp_path / "run", 20, random.Random(1))

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def _pytest(*args):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
