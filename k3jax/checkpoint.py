@@ -12,13 +12,13 @@ format alone does not.
 """
 
 import contextlib
-import gc
+import functools
 import importlib.metadata
 import json
 import logging
 import shutil
 import sys
-import time
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +79,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: Path, *, keep_last: int, keep_every: int | None = None):
+        _quiet_abandoned_io()
         self.directory = directory.absolute()
         self.last_step = latest_step(self.directory)
         _remove_unfinished(self.directory)
@@ -258,25 +259,36 @@ def _read_arrays(path: Path, arguments: Any, meta: dict[str, Any]) -> dict[str, 
 
 
 def _read(path: Path, function: Callable[[], Any]) -> Any:
-    """Calls orbax; UserError if the files are damaged.
-
-    When one read fails orbax drops the others, whose threads then complain to a closed event loop.
-    That is kept off the terminal, and the frames that hold the failed reads are let go meanwhile.
-    """
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    failure = None
+    """Calls orbax; UserError if the files are damaged."""
+    _quiet_abandoned_io()
     try:
         return function()
     except Exception as error:
-        failure = _reason(error)
-        if failure is None:
+        reason = _reason(error)
+        if reason is None:
             raise
-    finally:
-        if failure is not None:
-            time.sleep(0.3)
-            gc.collect()
-        sys.unraisablehook = hook
-    raise _damaged(path, failure)
+        raise _damaged(path, reason) from error
+
+
+@functools.cache
+def _quiet_abandoned_io() -> None:
+    """Keeps what orbax's other reads and writes say, once one has failed, off the terminal.
+
+    They are dropped with their event loop: each then complains, from a thread or when it is collected,
+    that the loop is closed or that nobody asked for its error (orbax-checkpoint 0.12.8). The failure
+    itself is raised.
+    """
+
+    def complaint(error: object) -> bool:
+        return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+    def quiet(hook: Callable[..., Any], error_of: Callable[..., object]) -> Callable[..., None]:
+        return lambda *args: None if complaint(error_of(*args)) else hook(*args)
+
+    sys.excepthook = quiet(sys.excepthook, lambda kind, error, trace: error)
+    sys.unraisablehook = quiet(sys.unraisablehook, lambda what: what.exc_value)
+    logging.getLogger("asyncio").addFilter(lambda r: "never retrieved" not in r.getMessage())
+    warnings.filterwarnings("ignore", "coroutine '.*write_fragment' was never awaited")
 
 
 def _read_data(path: Path) -> dict[str, Any]:

@@ -201,13 +201,17 @@ class Layer(nnx.Module):
         length: Int[Array, " B"] | None = None,
         *,
         collect: bool = False,
+        written: bool = False,
     ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats]:
-        """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats)."""
+        """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats).
+
+        `collect`: report what balancing and QK-Clip need. `written`: the bank is the final one (see `push`).
+        """
         x = prefix
         if self.attn_res.kind != "none":
             count, pushed = self.attn_res.before_attention(index)
             x = self.self_attention_res(bank, count, prefix)
-            bank, prefix = push(bank, count, prefix, pushed)
+            bank, prefix = push(bank, count, prefix, pushed, written=written)
         x, max_logit = self.input_layernorm(x), None
         attention: Any = self.self_attn
         if self.attention == "kda":
@@ -220,7 +224,7 @@ class Layer(nnx.Module):
         if self.attn_res.kind != "none":
             count, pushed = self.attn_res.before_mixer(index)
             x = self.mlp_res(bank, count, prefix)
-            bank, prefix = push(bank, count, prefix, pushed)
+            bank, prefix = push(bank, count, prefix, pushed, written=written)
         y, router = self._mix_channels(self.post_attention_layernorm(x), segment_ids, collect)
         return bank, prefix + y, cache, LayerStats(router, max_logit if collect else None)
 
@@ -240,14 +244,14 @@ class Unit(nnx.Module):
             setattr(self, name, Layer(cfg, *cfg.layers[plan.first + j], rngs=rngs))
 
     def __call__(
-        self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False
+        self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False, written=False
     ):
         """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
         new_caches, stats = {}, {}
         for j, name in enumerate(self.names):
             cache = None if caches is None else caches[name]
             bank, prefix, new_caches[name], stats[name] = getattr(self, name)(
-                bank, prefix, first + j, segment_ids, cache, length, collect=collect
+                bank, prefix, first + j, segment_ids, cache, length, collect=collect, written=written
             )
         return bank, prefix, new_caches, stats
 
@@ -267,7 +271,7 @@ def scan_units(
     prefix: Array,
     segment_ids: Array | None,
 ):
-    """Scan `apply(params, first, bank, prefix, segment_ids) -> (bank, prefix, stats)` over the units of a stack.
+    """Scan `apply(params, first, bank, prefix, segment_ids, written=) -> (bank, prefix, stats)` over the units of a stack.
 
     Everything inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
     the *final* bank, once. The bank is append-only and rows that a unit has not seen are masked in it, so its final
@@ -317,7 +321,7 @@ def _scan_units_bwd(apply, first, saved, cotangents):
     def step(carry, xs):
         (params, prefix), index = xs
         _, pull = jax.vjp(
-            lambda p, b, x: apply(p, index, b, x, segment_ids)[:2], params, bank, prefix
+            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2], params, bank, prefix
         )
         d_params, *carry = pull(carry)
         return tuple(carry), d_params
@@ -431,9 +435,11 @@ class K3(nnx.Module):
             )
             return bank, prefix, caches, stats
 
-        def apply(params, first, bank, prefix, segment_ids):
+        def apply(params, first, bank, prefix, segment_ids, *, written=False):
             unit = nnx.merge(graphdef, params)
-            bank, prefix, _, stats = unit(bank, prefix, first, segment_ids, collect=collect)
+            bank, prefix, _, stats = unit(
+                bank, prefix, first, segment_ids, collect=collect, written=written
+            )
             return bank, prefix, stats
 
         if self.cfg.remat == "full":
@@ -460,6 +466,13 @@ class K3(nnx.Module):
         return jnp.einsum(
             "btd,dx->btx", h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32
         )
+
+
+def take_layer(model: K3, index: int) -> Layer:
+    """The layer with this absolute index as a module of its own, with its slice of the stack's parameters."""
+    stack, name, repetition = locate(model.cfg, index)
+    graphdef, arrays = nnx.split(getattr(getattr(model, stack), name))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[repetition], arrays))
 
 
 def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:

@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 from k3jax.configs.k3 import kimi_k3_model
 from k3jax.convert_hf import from_official
 from k3jax.layers.attention_residuals import AttnResConfig
-from k3jax.model import K3, K3Config, locate
+from k3jax.model import K3, K3Config, take_layer
 from k3jax.official_config import config_from_official
 from k3jax.sharding.annotate import Buffer
 from tests.golden_io import load
@@ -92,11 +92,7 @@ def golden_model(folder: str) -> tuple[K3Config, dict, dict]:
 
 def layer_modules(model: K3):
     """The layers in order, scanned ones taken out of their stack."""
-    for i in range(model.cfg.num_layers):
-        stack, name, repetition = locate(model.cfg, i)
-        layer = getattr(getattr(model, stack), name)
-        graphdef, arrays = nnx.split(layer)
-        yield nnx.merge(graphdef, jax.tree.map(lambda x, r=repetition: x[r], arrays))
+    return (take_layer(model, i) for i in range(model.cfg.num_layers))
 
 
 def run_unrolled(model: K3, tokens, segment_ids=None):

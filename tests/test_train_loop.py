@@ -226,11 +226,11 @@ def test_kf_108_a_signal_ends_the_sample(monkeypatch, data, tmp_path):
         def __init__(self, *_):
             pass
 
-        def stream(self, *_):
+        def stream_text(self, *_):
             while True:
-                blocks.append([97])
+                blocks.append("a")
                 kill_me()
-                yield [[97]]
+                yield "a"
 
     monkeypatch.setattr(sample, "Generator", Endless)
     monkeypatch.setenv("K3JAX_CACHE_DIR", "")
