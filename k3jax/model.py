@@ -207,12 +207,13 @@ class Layer(nnx.Module):
 
         `collect`: report what balancing and QK-Clip need. `written`: the bank is the final one (see `push`).
         """
-        x = prefix
-        if self.attn_res.kind != "none":
+        read, max_logit = self.attn_res.kind != "none", None
+        if read:
             count, pushed = self.attn_res.before_attention(index)
-            x = self.self_attention_res(bank, count, prefix)
+            x = _normed_mix(self.self_attention_res, self.input_layernorm, bank, count, prefix)
             bank, prefix = push(bank, count, prefix, pushed, written=written)
-        x, max_logit = self.input_layernorm(x), None
+        else:
+            x = self.input_layernorm(prefix)
         attention: Any = self.self_attn
         if self.attention == "kda":
             y, cache = attention(x, segment_ids, cache)
@@ -220,12 +221,13 @@ class Layer(nnx.Module):
             y, cache, max_logit = attention(x, segment_ids, cache, length)
         prefix = prefix + y
 
-        x = prefix
-        if self.attn_res.kind != "none":
+        if read:
             count, pushed = self.attn_res.before_mixer(index)
-            x = self.mlp_res(bank, count, prefix)
+            x = _normed_mix(self.mlp_res, self.post_attention_layernorm, bank, count, prefix)
             bank, prefix = push(bank, count, prefix, pushed, written=written)
-        y, router = self._mix_channels(self.post_attention_layernorm(x), segment_ids, collect)
+        else:
+            x = self.post_attention_layernorm(prefix)
+        y, router = self._mix_channels(x, segment_ids, collect)
         return bank, prefix + y, cache, LayerStats(router, max_logit if collect else None)
 
     def _mix_channels(self, x, segment_ids, collect):
@@ -233,6 +235,11 @@ class Layer(nnx.Module):
             return self.mlp(x), None
         mask = None if segment_ids is None else segment_ids > 0
         return self.block_sparse_moe(x, mask, collect)
+
+
+def _normed_mix(site: AttnResSite, norm: RMSNorm, bank, count, prefix):
+    """Input of a sub-layer. Recomputed in the backward pass, which then keeps what plain residuals keep (KF-070)."""
+    return jax.checkpoint(lambda bank, prefix: norm(site(bank, count, prefix)))(bank, prefix)
 
 
 class Unit(nnx.Module):

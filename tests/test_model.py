@@ -192,6 +192,25 @@ def test_kf_103_scan_returns_no_parameters():
     assert sizes[31] <= 1.2 * sizes[7]
 
 
+def test_kf_070_the_backward_pass_keeps_no_copies_of_the_bank():
+    """AttnRes costs the bank, its gradient and two temporaries of that size, however many sites a unit has."""
+    kda = replace(CFG.kda, num_heads=1)
+    cfg = tiny_config(
+        num_layers=33, pattern=("kda", "kda", "kda", "mla"), width=64, kda=kda, remat="full"
+    )
+
+    def peak(kind, block_size):
+        res = AttnResConfig(kind=kind, block_size=block_size)
+        graphdef, params, buffers = split_abstract(replace(cfg, attn_res=res))
+        tokens = jnp.zeros((1, 512), jnp.int32)
+        loss = lambda p, b: jnp.sum(nnx.merge(graphdef, p, b).hidden(tokens)[0])  # noqa: E731
+        compiled = jax.jit(jax.grad(loss)).lower(params, buffers).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (512 * cfg.width * 4)
+
+    rows = 9  # of the bank; a unit has 8 sites, each with one input of a row
+    assert peak("block", 4) - peak("none", None) <= 4 * rows + 8
+
+
 def test_depth_does_not_grow_the_program():
     """The traced program of 93 layers has the size of the one of 7."""
 
