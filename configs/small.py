@@ -153,11 +153,11 @@ def nano() -> ExperimentConfig:
             dtype="float32",
             remat="none",
         ),  # fmt: skip
-        steps=240,
+        steps=200,
         batch_size=8,
         seq_len=256,
-        checkpoint_every=60,
-        eval_every=60,
+        checkpoint_every=50,
+        eval_every=100,
         eval_batches=16,
         optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4, ns_dtype="float32"),
     )

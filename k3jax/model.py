@@ -251,14 +251,30 @@ class Unit(nnx.Module):
             setattr(self, name, Layer(cfg, *cfg.layers[plan.first + j], rngs=rngs))
 
     def __call__(
-        self, bank, prefix, first, segment_ids, caches=None, length=None, *, collect=False, written=False
+        self,
+        bank,
+        prefix,
+        first,
+        segment_ids,
+        caches=None,
+        length=None,
+        *,
+        collect=False,
+        written=False,
     ):
         """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
         new_caches, stats = {}, {}
         for j, name in enumerate(self.names):
             cache = None if caches is None else caches[name]
             bank, prefix, new_caches[name], stats[name] = getattr(self, name)(
-                bank, prefix, first + j, segment_ids, cache, length, collect=collect, written=written
+                bank,
+                prefix,
+                first + j,
+                segment_ids,
+                cache,
+                length,
+                collect=collect,
+                written=written,
             )
         return bank, prefix, new_caches, stats
 
@@ -328,7 +344,10 @@ def _scan_units_bwd(apply, first, saved, cotangents):
     def step(carry, xs):
         (params, prefix), index = xs
         _, pull = jax.vjp(
-            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2], params, bank, prefix
+            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2],
+            params,
+            bank,
+            prefix,
         )
         d_params, *carry = pull(carry)
         return tuple(carry), d_params

@@ -367,7 +367,11 @@ def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display)
         return
     prompt = LIBRARY_PROMPT if setup.cfg.data is None else ""
     generator = Generator(
-        setup.cfg.model, state.params, state.buffers, setup.tokenizer, SamplingConfig(temperature=0.7)
+        setup.cfg.model,
+        state.params,
+        state.buffers,
+        setup.tokenizer,
+        SamplingConfig(temperature=0.7),
     )
     text = prompt
     for piece in generator.stream_text(prompt, SAMPLE_TOKENS, setup.cfg.seed):

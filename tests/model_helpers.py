@@ -59,7 +59,8 @@ def build(cfg: K3Config, seed: int = 0) -> K3:
         elif name in ("A_log", "embedding"):
             values = 0.3 * rng.normal(size=shape)
         elif name == "proj":
-            values = 0.3 * rng.normal(size=shape)  # logits of 2: soft enough not to magnify rounding
+            # logits of about 2: a sharper softmax over depth would magnify rounding
+            values = 0.3 * rng.normal(size=shape)
         else:
             values = 0.06 * rng.normal(size=shape)
         return jnp.asarray(values, variable.dtype)
