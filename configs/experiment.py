@@ -22,7 +22,7 @@ class ExperimentConfig:
     checkpoint_every: int  # steps between checkpoints
     keep_last: int = 3  # newest checkpoints kept
     keep_every: int | None = None  # steps; multiples of this are kept for good
-    eval_every: int  # steps between validations
+    eval_every: int  # steps between validations; 0: none, and no text is held out for them
     eval_batches: int = 8  # validation batches each time
     log_every: int = 1  # steps between log lines where there is no terminal
     strict: bool = False  # stop at an unreadable document instead of skipping and counting it
@@ -31,16 +31,19 @@ class ExperimentConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
-        for name in ("batch_size", "seq_len", "accumulation", "checkpoint_every", "keep_last", "eval_every",
+        for name in ("batch_size", "seq_len", "accumulation", "checkpoint_every", "keep_last",
                      "eval_batches", "log_every"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.steps < 0:
-            raise ValueError(f"steps is {self.steps}; it must be at least 0")
+        for name in ("steps", "eval_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.run_dir == "":
+            raise ValueError("run_dir is empty; name a folder, or leave it out for runs/<name>")
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"keep_every is {self.keep_every}; it must be at least 1, or None")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2**32")
         if self.batch_size % self.accumulation:
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide into accumulation={self.accumulation} passes"

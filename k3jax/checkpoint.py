@@ -275,18 +275,25 @@ def _quiet_abandoned_io() -> None:
     """Keeps what orbax's other reads and writes say, once one has failed, off the terminal.
 
     They are dropped with their event loop: each then complains, from a thread or when it is collected,
-    that the loop is closed or that nobody asked for its error (orbax-checkpoint 0.12.8). The failure
-    itself is raised.
+    that the loop is closed, that nobody asked for its error, or of the error itself (orbax-checkpoint
+    0.12.8). The failure is raised where it belongs.
     """
+    uncaught, unraisable = sys.excepthook, sys.unraisablehook
 
-    def complaint(error: object) -> bool:
+    def loop_is_closed(error: object) -> bool:
         return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
 
-    def quiet(hook: Callable[..., Any], error_of: Callable[..., object]) -> Callable[..., None]:
-        return lambda *args: None if complaint(error_of(*args)) else hook(*args)
+    def excepthook(kind, error, trace) -> None:
+        if not loop_is_closed(error):
+            uncaught(kind, error, trace)
 
-    sys.excepthook = quiet(sys.excepthook, lambda kind, error, trace: error)
-    sys.unraisablehook = quiet(sys.unraisablehook, lambda what: what.exc_value)
+    def unraisablehook(what: Any) -> None:
+        code = getattr(what.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in Path(code.co_filename).parts
+        if not abandoned and not loop_is_closed(what.exc_value):
+            unraisable(what)
+
+    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
     logging.getLogger("asyncio").addFilter(lambda r: "never retrieved" not in r.getMessage())
     warnings.filterwarnings("ignore", "coroutine '.*write_fragment' was never awaited")
 

@@ -8,6 +8,7 @@ JAX is loaded after the sub-command, the config's name and the versions are know
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3jax.errors import UserError
@@ -77,7 +78,7 @@ def _dispatch(args: list[str]) -> int:
         "check": _check,
     }
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE.format(configs=", ".join(PRESETS)))
+        print(USAGE.format(configs=", ".join(PRESETS)), file=sys.stdout if args else sys.stderr)
         return 0 if args else BAD_INPUT
     if args[0] not in commands:
         raise UserError(f"unknown command {args[0]!r}: {nearest(args[0], commands)}")
@@ -88,8 +89,9 @@ def _train(args: list[str]) -> int:
     from k3jax.configs import PRESETS
 
     if not args or args[0] in ("-h", "--help"):
-        print("usage: k3jax train CONFIG [--FLAG VALUE ...]; CONFIG is one of:", *PRESETS)
-        print("`k3jax train CONFIG --help` lists the flags of a configuration")
+        out = sys.stdout if args else sys.stderr
+        print("usage: k3jax train CONFIG [--FLAG VALUE ...]; CONFIG is one of:", *PRESETS, file=out)
+        print("`k3jax train CONFIG --help` lists the flags of a configuration", file=out)
         return 0 if args else BAD_INPUT
     default = _preset(args[0])
     if _wants_help(args):
@@ -124,6 +126,8 @@ def _sample(args: list[str]) -> int:
         raise UserError("which run? give --run-dir DIR")
     if asked.max_tokens < 1:
         raise UserError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
+    if not 0 <= asked.seed < 2**32:
+        raise UserError(f"seed is {asked.seed}; it must be at least 0 and below 2**32")
     trained = _load(asked)
     from k3jax.data.tokenizer import load_tokenizer
     from k3jax.sample import Generator, SamplingConfig
@@ -136,10 +140,11 @@ def _sample(args: list[str]) -> int:
         )
     except ValueError as error:  # values outside their range
         raise UserError(str(error)) from error
-    print(asked.prompt, end="", flush=True)
-    for text in generator.stream_text(asked.prompt, asked.max_tokens, asked.seed):
-        print(text, end="", flush=True)
-    print()
+    text = asked.prompt  # with the first piece: compiling comes before it and logs its choices
+    for piece in generator.stream_text(asked.prompt, asked.max_tokens, asked.seed):
+        print(text + piece, end="", flush=True)
+        text = ""
+    print(text)
     return 0
 
 
@@ -173,7 +178,8 @@ def _eval(args: list[str]) -> int:
     print(f"step {trained.step}: loss {found['val_loss']:.4f} nats per token", end="")
     if "val_bits_per_byte" in found:
         print(f", {found['val_bits_per_byte']:.4f} bits per byte", end="")
-    print(f" on {corpus.name} ({split.name})")
+    part = "" if asked.batches is None else f", first {asked.batches} batches"
+    print(f" on {corpus.name} ({split.name}{part})")
     return 0
 
 
@@ -188,6 +194,8 @@ def _load(asked: SampleArgs | EvalArgs):
     from k3jax.run_dir import load_trained
 
     assert asked.run_dir is not None
+    if not Path(asked.run_dir).is_dir():
+        raise UserError(f"run folder {asked.run_dir!r} is no folder; train first, or name another")
     return load_trained(asked.run_dir, step=asked.step)
 
 

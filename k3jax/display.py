@@ -1,6 +1,8 @@
 """What the terminal shows: a progress bar with the figures, or plain lines where there is none."""
 
+import itertools
 import logging
+import statistics
 import sys
 import time
 from typing import Any
@@ -15,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-SMOOTHING = 20  # steps whose mean duration gives the remaining time
+SMOOTHING = 20  # steps whose median duration gives the remaining time
 
 
 class Display:
@@ -64,7 +66,8 @@ class Display:
     def _left(self, number: int) -> str:
         if len(self._times) < 2 or number >= self._total:
             return ""
-        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        durations = [b - a for a, b in itertools.pairwise(self._times)]
+        pace = statistics.median(durations)  # not the mean: some include a validation
         minutes, seconds = divmod(round(pace * (self._total - number)), 60)
         return f"  left {minutes // 60}:{minutes % 60:02}:{seconds:02}"
 

@@ -117,7 +117,9 @@ def _value(name: str, flag: Flag, values: list[str]) -> Any:
     if flag.kind is bool and not values:
         return not name.split(".")[-1].lstrip("-").startswith("no-")
     if not values:
-        raise UserError(f"{name} has no value: expected {expected}")
+        raise UserError(
+            f"{name} has no value: expected {expected}; one with a dash is {name}=VALUE"
+        )
     if flag.kind is Literal[None]:
         if values == ["None"]:
             return None

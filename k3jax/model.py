@@ -35,7 +35,7 @@ Mixer = Literal["dense", "moe"]
 class K3Config:
     vocab_size: int  # rows of the embedding and of the head
     width: int  # hidden size D
-    num_layers: int
+    num_layers: int  # whole groups of `pattern`, then `closing`
     pattern: tuple[Attention, ...]  # the attention of one group, repeated from layer 0 on
     closing: tuple[Attention, ...]  # the attention of the last layers, after the last whole group
     num_dense_layers: int  # first layers with a dense feed-forward in place of experts
@@ -50,9 +50,7 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    remat: Literal[
-        "none", "full", "dots"
-    ]  # recompute nothing, everything in a group, or all but matmuls
+    remat: Literal["none", "full", "dots"]  # recompute nothing, a whole unit, or all but matmuls
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):

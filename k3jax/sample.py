@@ -1,5 +1,6 @@
 """Generation: prefill the prompt, then one-token steps over the hybrid cache inside one compiled loop."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ class SamplingConfig(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError for values outside their range."""
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 and finite")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:

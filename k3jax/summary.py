@@ -78,8 +78,9 @@ def config_table(cfg: ExperimentConfig) -> Group:
 def presets_table() -> Table:
     """One line per named experiment."""
     table = Table("config", "layers", "parameters", "active", "what it is")
-    for column in table.columns[1:4]:
-        column.justify = "right"
+    for column in table.columns[:4]:
+        column.justify, column.no_wrap = "right", True
+    table.columns[0].justify = "left"
     for name in PRESETS:
         make = preset(name)
         cfg = make()

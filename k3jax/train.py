@@ -5,6 +5,7 @@ the run folder, and leaves one of these exit codes.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,7 @@ def train(
             state = _restored(setup, run) if run.latest_step() is not None else None
             where = "new" if state is None else f"continues after step {start}"
             shown.note(
-                f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops (preemption "
-                "service off)"
+                f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops (preemption service off)"
             )
             if stop:
                 shown.note("stopped before the first step; nothing was written")
@@ -344,9 +344,10 @@ def _summary(
 ) -> None:
     figures = [f"training loss {record['loss']:.4f}"]
     if "val_loss" in record:
-        figures.append(f"validation loss {record['val_loss']:.4f}")
+        sample = f"on the first {setup.cfg.eval_batches} batches"
+        figures.append(f"validation loss {record['val_loss']:.4f} {sample}")
     if "val_bits_per_byte" in record:
-        figures.append(f"validation {record['val_bits_per_byte']:.3f} bits per byte")
+        figures.append(f"{record['val_bits_per_byte']:.3f} bits per byte")
     if skipped := int(state.skipped_total):
         figures.append(f"{skipped} steps skipped")
     display.note(f"finished step {record['step']}: {', '.join(figures)}")
@@ -356,7 +357,8 @@ def _summary(
         ("checkpoints", run.checkpoints),
     ):
         display.note(f"  {what}: {path}")
-    display.note(f"  more text: k3jax sample --run-dir {run.path} --prompt {LIBRARY_PROMPT!r}")
+    command = "uv run k3jax" if "UV" in os.environ else "k3jax"
+    display.note(f"  more text: {command} sample --run-dir {run.path} --prompt {LIBRARY_PROMPT!r}")
 
 
 def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display) -> None:

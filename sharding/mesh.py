@@ -10,9 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    data: int = (
-        -1
-    )  # ways to split the batch with parameters replicated; -1: all devices that are left
+    # ways to split the batch with parameters replicated; -1: all devices that are left
+    data: int = -1
     fsdp: int = 1  # ways to split the batch and, with it, parameters and optimizer state
 
     def __post_init__(self):

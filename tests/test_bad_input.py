@@ -32,6 +32,10 @@ IMPOSSIBLE = [  # flags, what the message must name
     ("--steps", ["--steps", "no value"]),
     ("100", ["'100'", "--flag value"]),
     ("--steps -1", ["steps", "-1"]),
+    ("--eval-every -1", ["eval_every", "-1"]),
+    ("--seed 99999999999999999999", ["seed", "99999999999999999999", "2**32"]),
+    ("--run-dir=", ["run_dir is empty"]),
+    ("--data --x", ["--data", "--data=VALUE"]),
     ("--batch-size 0", ["batch_size", "0", "at least 1"]),
     ("--batch-size 3 --accumulation 2", ["batch_size=3", "accumulation=2"]),
     ("--platform quantum", ["platform", "'quantum'", "cpu, cuda or tpu"]),
@@ -90,6 +94,9 @@ def test_impossible_flags(command, tmp_path, monkeypatch, flags, words):
         (["sample"], ["--run-dir"]),
         (["sample", "--run-dir", "nowhere"], ["nowhere", "train first"]),
         (["sample", "--run-dir", "nowhere", "--top-p", "x"], ["--top-p", "x", "a number"]),
+        (["sample", "--run-dir", "nowhere", "--seed", "-1"], ["seed", "-1"]),
+        (["sample", "--run-dir", "nowhere", "--seed", str(2**70)], ["seed", str(2**70)]),
+        (["sample", "--run-dir", os.devnull], [os.devnull, "no folder"]),
         (["eval", "--run-dir", "nowhere"], ["nowhere", "train first"]),
         (["train", "nano", "--run-dir", "gs://bucket/run"], ["gs://bucket/run", "local path"]),
     ],
@@ -129,6 +136,17 @@ def test_data_that_is_missing_or_empty(command, tmp_path, kind):
     assert_refused(command("train", "nano", *TINY, "--batch-size", 8, "--data", path,
                            "--run-dir", run), words)  # fmt: skip
     assert not run.exists()
+
+
+def test_a_single_document_trains_without_validation(command, tmp_path):
+    """The message's own advice works; at step 0 of 0 nothing is left to do."""
+    data, run = tmp_path / "one.txt", tmp_path / "run"
+    data.write_text("a single short document")
+    args = ["train", "nano", *TINY, "--batch-size", 8, "--data", data, "--run-dir", run]
+    assert_refused(command(*args), ["single document", "--eval-every 0"])
+    code, _ = command(*args, "--eval-every", 0, "--steps", 1)
+    assert code == 0
+    assert (run / "checkpoints/1").is_dir()
 
 
 def test_undecodable_file_among_good_ones_stops_only_if_strict(command, tmp_path):
@@ -191,6 +209,23 @@ def test_corrupted_checkpoint(command, made):
     assert_refused(command("sample", "--run-dir", run), words)
     assert_refused(command("eval", "--run-dir", run), words)
     assert listing(run) == before
+
+
+def test_one_line_however_many_reads_of_a_checkpoint_fail(made):
+    """orbax drops the other reads, which complain from threads and when they are collected."""
+    run, _ = made
+    largest = max((run / "checkpoints/4/state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    os.truncate(largest, 0)
+    program = [sys.executable, "-m", "k3jax.cli", "sample", "--run-dir", run]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    assert_refused((done.returncode, done.stderr.splitlines()), [f"{run}/checkpoints/4 is damaged"])
+
+
+@pytest.mark.parametrize("temperature", ["inf", "nan", "-1"])
+def test_temperature_is_a_number(command, made, temperature):
+    run, _ = made
+    asked = ["sample", "--run-dir", run, "--temperature", temperature]
+    assert_refused(command(*asked), ["temperature", temperature])
 
 
 def test_half_written_checkpoint_is_passed_over(command, made):

@@ -124,8 +124,8 @@ def test_every_command_has_help(command, args):
 
 
 def test_bare_command_prints_usage(command):
-    code, out, _ = command()
-    assert (code, out[0]) == (2, "usage: k3jax COMMAND ...")
+    code, out, lines = command()
+    assert (code, out, lines[0]) == (2, [], "usage: k3jax COMMAND ...")
 
 
 def test_help_and_wrong_names_load_no_jax():

@@ -19,9 +19,7 @@ from k3jax.sharding.annotate import param
 
 @dataclass(frozen=True, kw_only=True)
 class AttnResConfig:
-    kind: Literal[
-        "none", "block", "full"
-    ]  # none: ordinary residuals; full: each sub-layer is a source
+    kind: Literal["none", "block", "full"]  # ordinary residuals; sources are blocks; sub-layers
     block_size: int | None  # transformer layers per block; block only
 
     def __post_init__(self):

@@ -32,7 +32,7 @@ class KDACache(NamedTuple):
 class KDAConfig:
     """One KDA layer. A variant subclasses this, adds its fields and overrides `build`."""
 
-    num_heads: int
+    num_heads: int  # heads of q, k and v
     head_dim: int  # width of q, k and v per head, channels
     conv_size: int | None  # taps of the short convolution, tokens; None leaves SiLU alone
     gate: Literal["bounded", "softplus"]  # decay: g_min * sigmoid (K3) or -softplus (Kimi Linear)

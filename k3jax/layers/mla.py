@@ -25,7 +25,7 @@ class MLACache(NamedTuple):
 class MLAConfig:
     """One gated MLA layer."""
 
-    num_heads: int
+    num_heads: int  # query heads; they share one latent of keys and values
     q_rank: int | None  # rank of the queries; None: one full matrix
     kv_rank: int  # rank of keys and values: width of the cached latent
     qk_nope_dim: int  # query and key channels per head
