@@ -167,7 +167,7 @@ class KimiDeltaAttention(nnx.Module):
         self.o_norm = RMSNorm(dim, eps=cfg.norm_eps, rngs=rngs, axis="value")  # float32, [V]
         self.o_proj = linear((heads, dim), (width,), ("heads", "value", "embed"))
 
-    def log_decay(self, z: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    def log_decay(self, z: Float[Array, "*lead H K"]) -> Float[Array, "*lead H K"]:
         """Log-decay g <= 0, nats per token, float32, of the biased decay logits z (Eq. 5)."""
         if self.cfg.g_min is None:
             return softplus_log_decay(z, self.A_log[...])

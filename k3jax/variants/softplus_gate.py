@@ -51,5 +51,5 @@ class SoftplusGate(KimiDeltaAttention):
 
         self.A_log = param(rngs, init, (cfg.num_heads,), ("heads",), "float32")
 
-    def log_decay(self, z: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    def log_decay(self, z: Float[Array, "*lead H K"]) -> Float[Array, "*lead H K"]:
         return softplus_log_decay(z, self.A_log[...])

@@ -39,7 +39,7 @@ _LEVELS = _halving(TILE)
 _UP_TO = np.tril(np.ones((TILE, TILE), bool))
 
 
-def _einsum(equation: str, *operands: Array, out: jnp.dtype) -> Array:
+def _einsum(equation: str, *operands: Array | np.ndarray, out: jnp.dtype) -> Array:
     return jnp.einsum(
         equation, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out
     )
