@@ -31,10 +31,14 @@ class ExperimentConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
-        for name in ("batch_size", "seq_len", "accumulation", "checkpoint_every", "keep_last",
+        for name in ("batch_size", "accumulation", "checkpoint_every", "keep_last",
                      "eval_batches", "log_every"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seq_len < 2:
+            raise ValueError(
+                f"seq_len is {self.seq_len}; it must be at least 2, for one token has none to predict"
+            )
         for name in ("steps", "eval_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")

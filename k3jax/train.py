@@ -344,7 +344,8 @@ def _summary(
 ) -> None:
     figures = [f"training loss {record['loss']:.4f}"]
     if "val_loss" in record:
-        sample = f"on the first {setup.cfg.eval_batches} batches"
+        count = setup.cfg.eval_batches
+        sample = f"on {count} batch{'es' if count > 1 else ''}"
         figures.append(f"validation loss {record['val_loss']:.4f} {sample}")
     if "val_bits_per_byte" in record:
         figures.append(f"{record['val_bits_per_byte']:.3f} bits per byte")

@@ -32,6 +32,7 @@ IMPOSSIBLE = [  # flags, what the message must name
     ("--steps", ["--steps", "no value"]),
     ("100", ["'100'", "--flag value"]),
     ("--steps -1", ["steps", "-1"]),
+    ("--seq-len 1", ["seq_len", "1", "at least 2"]),
     ("--eval-every -1", ["eval_every", "-1"]),
     ("--seed 99999999999999999999", ["seed", "99999999999999999999", "2**32"]),
     ("--run-dir=", ["run_dir is empty"]),
