@@ -22,7 +22,7 @@ class ExperimentConfig:
     checkpoint_every: int  # steps between checkpoints
     keep_last: int = 3  # newest checkpoints kept
     keep_every: int | None = None  # steps; multiples of this are kept for good
-    eval_every: int  # steps between validations; 0: none, and no text is held out for them
+    eval_every: int  # steps between validations; 0: none
     eval_batches: int = 8  # validation batches each time
     log_every: int = 1  # steps between log lines where there is no terminal
     strict: bool = False  # stop at an unreadable document instead of skipping and counting it

@@ -8,7 +8,6 @@ JAX is loaded after the sub-command, the config's name and the versions are know
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3jax.errors import UserError
@@ -194,8 +193,6 @@ def _load(asked: SampleArgs | EvalArgs):
     from k3jax.run_dir import load_trained
 
     assert asked.run_dir is not None
-    if not Path(asked.run_dir).is_dir():
-        raise UserError(f"run folder {asked.run_dir!r} is no folder; train first, or name another")
     return load_trained(asked.run_dir, step=asked.step)
 
 

@@ -165,11 +165,13 @@ def load_trained(path: str | Path, *, step: int | None = None) -> Trained:
         path: run folder.
         step: of the checkpoint; the newest if omitted.
 
-    Raises: UserError if there is no such checkpoint, or it cannot be read.
+    Raises: UserError if there is no such folder or checkpoint, or it cannot be read.
     """
     from k3jax.train_state import abstract_model
 
     run = RunDir(path)
+    if not run.path.is_dir():
+        raise UserError(f"run folder {str(path)!r} is no folder; train first, or name another")
     meta = checkpoint.read_meta(checkpoint.checkpoint_folder(run.checkpoints, step))
     cfg = from_json(ExperimentConfig, meta["config"])
     _, params, buffers = abstract_model(cfg.model)

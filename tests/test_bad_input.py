@@ -140,7 +140,7 @@ def test_data_that_is_missing_or_empty(command, tmp_path, kind):
 
 
 def test_a_single_document_trains_without_validation(command, tmp_path):
-    """The message's own advice works; at step 0 of 0 nothing is left to do."""
+    """The message's own advice works."""
     data, run = tmp_path / "one.txt", tmp_path / "run"
     data.write_text("a single short document")
     args = ["train", "nano", *TINY, "--batch-size", 8, "--data", data, "--run-dir", run]

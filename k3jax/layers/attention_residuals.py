@@ -5,7 +5,6 @@ the running sum since the last push. A *site* is one mix; it feeds one sub-layer
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -74,67 +73,24 @@ def mix(
 
     Returns: the mixture in prefix's dtype.
     Numerics: scores, softmax and the weighted sum are float32. The bank is never copied: its scores and
-    its sum are taken apart from those of `prefix`. Nothing is saved for the backward pass but the arguments.
+    its sum are taken apart from those of `prefix`.
     Cost: 6 D per source and token.
     """
     if isinstance(count, int):
         bank = bank[:count]
-    return _mix(eps, bank, count, prefix, norm.astype(jnp.float32) * query.astype(jnp.float32))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(eps, bank, count, prefix, key):
-    """`mix` with key = norm * query; autodiff would keep float32 copies of the bank for every site (KF-070)."""
-    (p_bank, _, _), (p, _, _) = _weights(eps, bank, count, prefix, key)
-    banked = jnp.sum(p_bank[..., None] * bank.astype(jnp.float32), axis=0)
-    return (banked + p[..., None] * prefix.astype(jnp.float32)).astype(prefix.dtype)
-
-
-def _weights(eps, bank, count, prefix, key):
-    """For the bank and for `prefix`: softmax p_i, score s_i = r_i <v_i, key>, and r_i = 1 / rms(v_i)."""
+    key = norm.astype(jnp.float32) * query.astype(jnp.float32)
 
     def score(v):
         v = v.astype(jnp.float32)
-        r = jax.lax.rsqrt(jnp.mean(v * v, -1) + eps)
-        return r * jnp.sum(v * key, -1), r
+        return jax.lax.rsqrt(jnp.mean(v * v, -1) + eps) * jnp.sum(v * key, -1)
 
-    (s_bank, r_bank), (s, r) = score(bank), score(prefix)
     valid = (jnp.arange(bank.shape[0]) < count)[:, None, None]
-    scores = jnp.concatenate([jnp.where(valid, s_bank, -jnp.inf), s[None]])  # [M+1, B, T]
+    scores = jnp.concatenate(
+        [jnp.where(valid, score(bank), -jnp.inf), score(prefix)[None]]
+    )  # [M+1, B, T]
     p = jax.nn.softmax(scores, axis=0)
-    return (p[:-1], jnp.where(valid, s_bank, 0), r_bank), (p[-1], s, r)
-
-
-def _mix_fwd(eps, bank, count, prefix, key):
-    return _mix(eps, bank, count, prefix, key), (bank, count, prefix, key)
-
-
-def _mix_bwd(eps, saved, d_h):
-    """With e_i = p_i (<dh, v_i> - sum_j p_j <dh, v_j>), the gradient of score i:
-
-    dv_i = p_i dh + e_i r_i key - e_i s_i r_i^2 / D v_i,    dkey = sum_i e_i r_i v_i
-    """
-    bank, count, prefix, key = saved
-    d_h = d_h.astype(jnp.float32)
-    from_bank, from_prefix = _weights(eps, bank, count, prefix, key)
-    dots = [jnp.sum(d_h * v.astype(jnp.float32), -1) for v in (bank, prefix)]
-    mean = jnp.sum(from_bank[0] * dots[0], 0) + from_prefix[0] * dots[1]
-
-    def pull(v, weights, dot):
-        p, s, r = weights
-        e = p * (dot - mean)
-        v32 = v.astype(jnp.float32)
-        along_v = (e * s * r * r / v.shape[-1])[..., None]
-        d_v = p[..., None] * d_h + (e * r)[..., None] * key - along_v * v32
-        d_key = jnp.sum((e * r)[..., None] * v32, axis=tuple(range(v.ndim - 1)))
-        return d_v.astype(v.dtype), d_key
-
-    d_bank, d_key_bank = pull(bank, from_bank, dots[0])
-    d_prefix, d_key_prefix = pull(prefix, from_prefix, dots[1])
-    return d_bank, None, d_prefix, d_key_bank + d_key_prefix
-
-
-_mix.defvjp(_mix_fwd, _mix_bwd)
+    banked = jnp.sum(p[:-1, ..., None] * bank.astype(jnp.float32), axis=0)
+    return (banked + p[-1, ..., None] * prefix.astype(jnp.float32)).astype(prefix.dtype)
 
 
 def push(

@@ -12,9 +12,6 @@ from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.mla import MLAConfig
 
-# Each function runs once or twice on a few numbers: most of a test's time is compilation.
-COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 TINY_KDA = KDAConfig(
     num_heads=2,
     head_dim=8,
@@ -127,9 +124,7 @@ def load_layer(build, tensors: dict):
 @functools.cache
 def caller(graphdef):
     """Compiled `layer(*args)` as a function of (params, *args)."""
-    return jax.jit(
-        lambda params, *args: nnx.merge(graphdef, params)(*args), compiler_options=COMPILE_FAST
-    )
+    return jax.jit(lambda params, *args: nnx.merge(graphdef, params)(*args))
 
 
 @functools.cache
@@ -144,7 +139,7 @@ def puller(graphdef):
         y, vjp = jax.vjp(run, params, x)
         return y, vjp(d_y)
 
-    return jax.jit(pull, compiler_options=COMPILE_FAST)
+    return jax.jit(pull)
 
 
 def segments(*lengths: int, size: int, rows: int = 1) -> np.ndarray:

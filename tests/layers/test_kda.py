@@ -1,7 +1,6 @@
 """The KDA layer: official numbers, streaming, padding, packing, gates, precision, refusals."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from k3jax.layers.kda import KDACache, KDAConfig, KimiDeltaAttention, init_dt_bi
 from k3jax.testing import assert_close, random_layer
 from tests.golden_io import cases, check, load
 from tests.layers.helpers import (
-    COMPILE_FAST,
     TINY_KDA,
     caller,
     check_tracing,
@@ -75,7 +73,7 @@ def test_golden_outputs_inner_values_and_gradients(case, monkeypatch):
         inner.update(q_conv=q, k_conv=k, v_conv=v, g_raw=g_raw, beta_logits=beta)
         return y, dict(inner)
 
-    @partial(jax.jit, compiler_options=COMPILE_FAST)
+    @jax.jit
     def pull(params, x, d_y):
         y, vjp, inner = jax.vjp(run, params, x, has_aux=True)
         return y, inner, *vjp(d_y)
