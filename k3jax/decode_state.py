@@ -39,3 +39,20 @@ def compact_rows(
     order = jnp.argsort(~mask, axis=1, stable=True)
     take = jax.vmap(lambda row, idx: row[idx])
     return take(tokens, order), take(mask.astype(jnp.int32), order), order
+
+
+class SlotPool:
+    """Which slots of a pool of states are in use: what a server asks before it launches a step."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free = list(reversed(range(size)))
+
+    def allocate(self) -> int | None:
+        """A free slot, or None if there is no free slot. What it holds is the last user's."""
+        return self._free.pop() if self._free else None
+
+    def release(self, slot: int) -> None:
+        if not 0 <= slot < self.size or slot in self._free:
+            raise ValueError(f"slot {slot} is not in use; the pool has slots 0 to {self.size - 1}")
+        self._free.append(slot)

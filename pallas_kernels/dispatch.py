@@ -4,14 +4,24 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 logger = logging.getLogger("k3jax")
 
 Backend = tuple[Callable[..., Any], Callable[..., str | None]]
-_logged: set[tuple[str, str]] = set()
+# Backends that are taken unasked on one platform only. Asked for, they run anywhere they can: on
+# another host they compile ahead of time, or are interpreted.
+NATIVE = {"pallas_tpu": "tpu"}
+_used: dict[str, list[str]] = {}
 
 
 def always(*_: Any) -> str | None:
     """The `unsupported` of a backend without limits."""
+
+
+def used(op: str) -> tuple[str, ...]:
+    """The backends that `op` has run on in this process, in the order of their first use."""
+    return tuple(_used.get(op, ()))
 
 
 def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *args: Any) -> Callable:
@@ -30,10 +40,14 @@ def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *arg
     reasons = {}
     for name in candidates:
         function, unsupported = backends[name]
+        platform = jax.default_backend()
+        if not requested and NATIVE.get(name, platform) != platform:
+            reasons[name] = f"this is a {platform}"
+            continue
         reason = unsupported(*args)
         if reason is None:
-            if (op, name) not in _logged:
-                _logged.add((op, name))
+            if name not in (seen := _used.setdefault(op, [])):
+                seen.append(name)
                 passed_over = "; ".join(f"not {other}: {why}" for other, why in reasons.items())
                 logger.info(
                     "%s runs on backend %s%s", op, name, passed_over and f" ({passed_over})"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from k3jax.layers import kda as kda_layer
 from k3jax.layers.kda import KDAConfig, KimiDeltaAttention
 from k3jax.testing import assert_close, check_kda_contract, random_layer
 from k3jax.variants.gated_delta_net import GatedDeltaNetConfig
@@ -62,6 +63,28 @@ def test_gated_delta_net_is_the_scalar_decay_recurrence(monkeypatch):
             S = np.exp(g[t, h, 0]) * write @ S + beta[t, h] * np.outer(k[t, h], v[t, h])
             assert_close(o[0, t, h], S.T @ q[t, h], what=f"token {t}")
         assert_close(state[0, h], S, what="memory")
+
+
+def test_only_kdas_own_gate_promises_its_bound(monkeypatch):
+    """A variant with a gate of its own may fall below cfg.g_min: the op must not rely on it."""
+    promised = []
+
+    def record(*args, g_min=None, **kwargs):
+        promised.append(g_min)
+        raise InterruptedError
+
+    class Steep(KimiDeltaAttention):
+        def log_decay(self, z):
+            return 2 * super().log_decay(z)
+
+    monkeypatch.setattr(kda_layer, "kda", record)
+    monkeypatch.setattr(kda_layer, "kda_from_logits", record)
+    make = dict(rngs=nnx.Rngs(0), param_dtype="float32", init_std=0.02)
+    for cfg, layer in ((TINY_KDA, KimiDeltaAttention), (TINY_KDA, Steep), (GATED_DELTA_NET, None)):
+        layer = layer(cfg, WIDTH, **make) if layer else cfg.build(WIDTH, **make)
+        with pytest.raises(InterruptedError):
+            layer(jnp.zeros((1, 3, WIDTH)))
+    assert promised == [-5.0, None, -5.0]
 
 
 def test_softplus_gate_starts_with_spread_rates():

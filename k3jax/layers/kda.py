@@ -11,12 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.layers.feed_forward import Linear
 from k3jax.layers.norms import RMSNorm, gated_rms_norm
-from k3jax.pallas_kernels.kda.api import kda, kda_step
-from k3jax.pallas_kernels.kda.gates import (
-    bounded_log_decay,
-    l2_normalize,
-    softplus_log_decay,
-)
+from k3jax.pallas_kernels.kda.api import kda, kda_from_logits
+from k3jax.pallas_kernels.kda.decode import kda_step
+from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_query
 from k3jax.pallas_kernels.short_conv.api import short_conv
 from k3jax.sharding.annotate import param
 
@@ -124,7 +121,8 @@ class KimiDeltaAttention(nnx.Module):
         o       = mix(q, k, v, g, beta)                         (Eq. 1)
         y       = W_o (rms_norm(o) * sigmoid(W_g x))
 
-    Override `log_decay` for another gate, `mix` for another recurrence.
+    Override `log_decay` for another gate, `mix` for another recurrence. While neither is overridden
+    the op gets raw q, k and decay logits, as its kernel may normalise and gate by itself.
     """
 
     def __init__(
@@ -169,16 +167,14 @@ class KimiDeltaAttention(nnx.Module):
 
     def log_decay(self, z: Float[Array, "*lead H K"]) -> Float[Array, "*lead H K"]:
         """Log-decay g <= 0, nats per token, float32, of the biased decay logits z (Eq. 5)."""
-        if self.cfg.g_min is None:
-            return softplus_log_decay(z, self.A_log[...])
-        return bounded_log_decay(z, self.A_log[...], self.cfg.g_min)
+        return log_decay(z, self.A_log[...], self.cfg.g_min)
 
     def mix(
         self,
         q: Float[Array, "B T H K"],
         k: Float[Array, "B T H K"],
         v: Float[Array, "B T H V"],
-        g: Float[Array, "B T H G"],
+        g: Float[Array, "B T H G"] | Float[Array, "B T H"],
         beta: Float[Array, "B T H"],
         state: Float[Array, "B H K V"] | None,
         segment_ids: Int[Array, "B T"] | None,
@@ -186,13 +182,17 @@ class KimiDeltaAttention(nnx.Module):
         """The recurrence: read-out of every token, and the memory after the last real one.
 
         Inputs are activated (q, k normalised, g <= 0, 0 < beta < beta_max). `state` is given when
-        decoding; padding (segment 0) changes nothing and reads 0.
+        decoding; padding (segment 0) changes nothing and reads 0. The op is promised g >= cfg.g_min
+        if KDA's own gate made g, so an override that lowers g calls the op itself.
         """
         if state is None or q.shape[1] != 1:
-            return kda(
+            own_gate = type(self).log_decay is _OWN_GATE
+            o, new = kda(
                 q, k, v, g, beta, state=state, segment_ids=segment_ids,
+                g_min=self.cfg.g_min if own_gate else None,
                 chunk_size=self.cfg.chunk_size, backend=self.cfg.backend,
             )  # fmt: skip
+            return o, new
         o, new = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
         if segment_ids is not None:
             real = (segment_ids > 0)[:, :, None, None]
@@ -221,13 +221,20 @@ class KimiDeltaAttention(nnx.Module):
         cfg = self.cfg
         with jax.named_scope("kda"):
             q, k, v, conv = self._project(x, segment_ids, cache)
-            q = (l2_normalize(q.astype(jnp.float32)) * cfg.head_dim**-0.5).astype(x.dtype)
-            k = l2_normalize(k)
             z = self.f_proj(x) if cfg.gate_rank is None else self.f_b_proj(self.f_a_proj(x))
-            g = self.log_decay(z.astype(jnp.float32) + self.dt_bias[...])
             beta = cfg.beta_max * jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
             state = None if cache is None else cache.state
-            o, state = self.mix(q, k, v, g, beta, state, segment_ids)
+            decoding = cache is not None and x.shape[1] == 1
+            if (type(self).log_decay, type(self).mix) == (_OWN_GATE, _OWN_MIX) and not decoding:
+                o, state = kda_from_logits(
+                    q, k, v, z, beta, self.A_log[...], self.dt_bias[...], g_min=cfg.g_min,
+                    state=state, segment_ids=segment_ids,
+                    chunk_size=cfg.chunk_size, backend=cfg.backend,
+                )  # fmt: skip
+            else:
+                g = self.log_decay(z.astype(jnp.float32) + self.dt_bias[...])
+                q, k = normalize_query(q), l2_normalize(k)
+                o, state = self.mix(q, k, v, g, beta, state, segment_ids)
             gate = self.g_proj(x) if cfg.out_gate_rank is None else self.g_b_proj(self.g_a_proj(x))
             y = self.o_proj(gated_rms_norm(o, self.o_norm.weight[...], gate, cfg.norm_eps))
             return y, None if conv is None else KDACache(conv, state)
@@ -248,3 +255,6 @@ class KimiDeltaAttention(nnx.Module):
             segment_ids=segment_ids,
         )
         return *jnp.split(mixed, 3, axis=2), None if conv is None else past.reshape(conv.shape)
+
+
+_OWN_GATE, _OWN_MIX = KimiDeltaAttention.log_decay, KimiDeltaAttention.mix

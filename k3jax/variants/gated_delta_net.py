@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from flax import nnx
 
 from k3jax.layers.kda import KDAConfig, KimiDeltaAttention
@@ -25,8 +24,8 @@ class GatedDeltaNetConfig(KDAConfig):
 class GatedDeltaNet(KimiDeltaAttention):
     """S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T with a scalar g_t per head.
 
-    It is the KDA recurrence whose channels agree, hence the same op.
+    It is the KDA recurrence whose channels agree, hence the same op with one decay per head.
     """
 
     def mix(self, q, k, v, g, beta, state, segment_ids):
-        return super().mix(q, k, v, jnp.broadcast_to(g, k.shape), beta, state, segment_ids)
+        return super().mix(q, k, v, g[..., 0], beta, state, segment_ids)

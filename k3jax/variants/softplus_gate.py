@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from k3jax.layers.kda import KDAConfig, KimiDeltaAttention
-from k3jax.pallas_kernels.kda.gates import softplus_log_decay
 from k3jax.sharding.annotate import param
 
 
@@ -50,6 +48,3 @@ class SoftplusGate(KimiDeltaAttention):
             return jnp.log(jax.random.uniform(key, shape, dtype, cfg.rate_min, cfg.rate_max))
 
         self.A_log = param(rngs, init, (cfg.num_heads,), ("heads",), "float32")
-
-    def log_decay(self, z: Float[Array, "*lead H K"]) -> Float[Array, "*lead H K"]:
-        return softplus_log_decay(z, self.A_log[...])

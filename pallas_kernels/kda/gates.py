@@ -1,4 +1,4 @@
-"""What turns projections into the inputs of KDA: key normalisation and the two decay gates."""
+"""What turns projections into the inputs of KDA: normalised q and k, and the two decay gates."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,19 @@ def l2_normalize(x: Float[Array, "*lead K"], eps: float = 1e-6) -> Float[Array, 
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     norm = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * norm).astype(x.dtype)
+
+
+def normalize_query(q: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """`l2_normalize(q) * K**-0.5`, the scale of the read-out; float32 inside, q's dtype out."""
+    wide = l2_normalize(q.astype(jnp.promote_types(q.dtype, jnp.float32)))
+    return (wide * q.shape[-1] ** -0.5).astype(q.dtype)
+
+
+def log_decay(
+    z: Float[Array, "*lead H K"], A_log: Float[Array, " H"], g_min: float | None
+) -> Float[Array, "*lead H K"]:
+    """`bounded_log_decay` if there is a bound, `softplus_log_decay` if g_min is None."""
+    return softplus_log_decay(z, A_log) if g_min is None else bounded_log_decay(z, A_log, g_min)
 
 
 def bounded_log_decay(

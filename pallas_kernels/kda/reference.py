@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.pallas_kernels.kda.config import Config
+
 
 def step(
     q: Float[Array, "B H K"],
@@ -12,17 +14,18 @@ def step(
     g: Float[Array, "B H K"],
     beta: Float[Array, "B H"],
     state: Float[Array, "B H K V"],
+    erase: bool = True,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """One token: decay, then correct what the decayed memory predicts for k, then read.
 
         S'  = Diag(exp(g)) S
-        S  <- S' + beta k (v - S'^T k)^T
+        S  <- S' + beta k (v - S'^T k)^T         (without erase: S' + beta k v^T)
         o   = S^T q                              (K3 report, Eq. 1)
 
     The error uses the memory after its decay and the output the memory after its update.
     """
     state = jnp.exp(g)[..., None] * state
-    error = v - jnp.sum(k[..., None] * state, axis=-2)
+    error = v - jnp.sum(k[..., None] * state, axis=-2) if erase else v
     state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
     return jnp.sum(q[..., None] * state, axis=-2), state
 
@@ -33,22 +36,25 @@ def recurrent(
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
-    state: Float[Array, "B H K V"],
+    state: Float[Array, "N H K V"],
     starts: Bool[Array, "B T"] | None,
-    cu_seqlens: Int[Array, " n"] | None,
-    chunk_size: int,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"]]:
+    cu_seqlens: Int[Array, " offsets"] | None,
+    cfg: Config,
+) -> tuple[
+    Float[Array, "B T H V"], Float[Array, "N H K V"], Float[Array, "B snapshots H K V"] | None
+]:
     """KDA by the recurrence, in float32 (float64 if the inputs are).
 
     Args:
         q, k, v, g, beta, state: as in `api.kda`, with padding already made neutral (zeros).
         starts: True where a document begins inside a row: the memory is emptied before that token.
         cu_seqlens: offsets of documents packed into the only row; state n enters document n.
-        chunk_size: not used; part of the signature shared by all backends.
+        cfg: `erase` and `snapshot_every`; how the work is cut up does not concern this form.
 
-    Returns: outputs, and one memory per row (per document with `cu_seqlens`).
+    Returns: outputs, one memory per row (per document with `cu_seqlens`), and the memories after
+    every `snapshot_every` tokens of a row.
     Cost: O(T K V) per head and T sequential steps; one state per token is kept for the backward
-    pass. With `cu_seqlens`, every document costs a whole row.
+    pass or for snapshots. With `cu_seqlens`, every document costs a whole row.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     inputs = [x.astype(wide) for x in (q, k, v, g, beta)]
@@ -63,9 +69,11 @@ def recurrent(
     def body(state, token):
         start, q, k, v, g, beta = token
         state = jnp.where(start[:, None, None, None], 0, state)
-        return step(q, k, v, g, beta, state)[::-1]
+        o, state = step(q, k, v, g, beta, state, cfg.erase)
+        return state, (o, state)
 
     time_first = [jnp.moveaxis(x, 1, 0) for x in (starts, *inputs)]
-    state, o = jax.lax.scan(body, state.astype(wide), time_first)
-    o = jnp.moveaxis(o, 0, 1)
-    return (o if cu_seqlens is None else o.sum(0, keepdims=True)), state
+    state, (o, states) = jax.lax.scan(body, state.astype(wide), time_first)
+    o, every = jnp.moveaxis(o, 0, 1), cfg.snapshot_every
+    snapshots = None if every is None else jnp.moveaxis(states[every - 1 :: every], 0, 1)
+    return (o if cu_seqlens is None else o.sum(0, keepdims=True)), state, snapshots

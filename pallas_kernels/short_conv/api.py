@@ -2,17 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.pallas_kernels import slots as pools
 
 
 def short_conv(
     x: Float[Array, "B T H K"],
     kernel: Float[Array, "W H K"],
     *,
-    cache: Float[Array, "B W1 H K"] | None = None,
+    cache: Float[Array, "N W1 H K"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B W1 H K"]]:
+    slots: Int[Array, " B"] | None = None,
+    has_state: Bool[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "N W1 H K"]]:
     """Depthwise causal convolution and SiLU, with what a later call needs to go on.
 
         y_t = SiLU(sum_j w_j x_{t-W+1+j}),   j = 0 .. W-1      (architecture 5.2)
@@ -25,7 +29,9 @@ def short_conv(
         segment_ids: document of each token, in runs; 0 is padding, which gives 0 and is never read.
             Taps that reach into another document are zero.
         lengths: tokens of each row, counted from the left, after which the returned cache is taken
-            (rows padded on the right); if omitted, up to the last real token.
+            (rows padded on the right, a window of which only the first tokens are kept, a snapshot
+            inside a prompt); if omitted, up to the last real token.
+        slots, has_state: as in `kda_step`; with slots `cache` is a pool, and so is what returns.
 
     Returns: outputs in x's dtype, and the cache after those tokens, zero where it would reach into
         another document, in the cache's dtype or x's.
@@ -33,7 +39,17 @@ def short_conv(
     """
     B, T = x.shape[:2]
     W = kernel.shape[0]
-    past = jnp.zeros((B, W - 1, *x.shape[2:]), x.dtype) if cache is None else cache
+    if slots is not None:
+        if cache is None:
+            raise ValueError("slots are rows of a pool of caches, but cache is None; pass the pool")
+        pools.check_slots(slots, cache.shape[0])
+        rows = pools.read(cache, slots, has_state)
+        y, rows = short_conv(x, kernel, cache=rows, segment_ids=segment_ids, lengths=lengths)
+        return y, pools.write(cache, slots, rows)
+    if cache is None:
+        past = jnp.zeros((B, W - 1, *x.shape[2:]), x.dtype)
+    else:
+        past = pools.read(cache, None, has_state)
     if T == 0 or W == 1:
         y = x.astype(jnp.float32)
         if segment_ids is not None:

@@ -87,6 +87,35 @@ def test_golden_outputs_inner_values_and_gradients(case, monkeypatch):
         check(f"full.grad_weights.{name}", grad, meta)
 
 
+class Opened(KimiDeltaAttention):
+    """KDA with an overridden step: norm and gate stay in front of the op."""
+
+    def mix(self, q, k, v, g, beta, state, segment_ids):
+        return super().mix(q, k, v, g, beta, state, segment_ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "gate", [{}, {"gate": "softplus", "g_min": None}], ids=["bounded", "softplus"]
+)
+def test_the_op_gates_as_the_methods_do(gate, dtype):
+    """Raw projections into the op, or activated ones through the overridable methods: same bits."""
+    cfg = replace(TINY_KDA, **gate)
+    _, params = random_layer(cfg, WIDTH)
+    x, ids = jnp.asarray(normal(2, 5, WIDTH), dtype), segments(2, 2, size=5, rows=2)
+    cache = KDACache(jnp.asarray(normal(2, 3, 3, 2, 8), dtype), normal(2, 2, 8, 8, seed=1))
+
+    def build(layer):
+        def make():
+            return layer(cfg, WIDTH, rngs=nnx.Rngs(0), param_dtype="float32", init_std=0.02)
+
+        return jax.eval_shape(lambda: nnx.split(make()))[0]
+
+    outs = [caller(build(layer))(params, x, ids, cache) for layer in (KimiDeltaAttention, Opened)]
+    for a, b in zip(*map(jax.tree.leaves, outs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.golden
 @pytest.mark.parametrize("case", cases("kda_layer"))
 def test_golden_stream(case):

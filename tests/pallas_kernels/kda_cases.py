@@ -1,14 +1,26 @@
 """Inputs in the regimes that break KDA kernels, the float64 oracle, and the comparison."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from k3jax.pallas_kernels.kda import kda
 
-H, K, V = 2, 20, 12  # neither powers of two nor equal
+# Every backend passes the contract: name -> the promised g_min, None for any decay. A name with a
+# second word is the same backend under a promise that it makes use of.
+BACKENDS: dict[str, float | None] = {"chunked": None, "chunked bounded": -5.0, "reference": None}
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+# For tests that compile programs of their own, which is nearly all of their cost.
+_plain = [name for name in BACKENDS if " " not in name]
+each_backend = pytest.mark.parametrize("backend", _plain)
+fast_backend = pytest.mark.parametrize("backend", [n for n in _plain if n != "reference"])
+
+H, K, V = 2, 20, 28  # neither powers of two nor equal
 NAMES = ("q", "k", "v", "g", "beta", "state")
 
 # One row of the batch per regime: decay, keys, largest write strength.
@@ -33,7 +45,9 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def make_inputs(T: int, regimes=tuple(REGIMES), seed: int = 0, heads: int = H) -> dict:
+def make_inputs(
+    T: int, regimes=tuple(REGIMES), seed: int = 0, heads: int = H, K: int = K, V: int = V
+) -> dict:
     """Arguments of `kda` plus cotangents d_o and d_state, one row per regime."""
     rng = np.random.default_rng([seed, T])
     rows = []
@@ -72,31 +86,72 @@ def make_inputs(T: int, regimes=tuple(REGIMES), seed: int = 0, heads: int = H) -
     }
 
 
-@functools.partial(jit, static_argnames=("backend", "chunk_size"))
-def run(inputs, segment_ids=None, cu_seqlens=None, *, backend="chunked", chunk_size=64):
-    """Outputs, final states and the gradients of sum(o d_o) + sum(state d_state), by name."""
+def options(backend: str) -> dict:
+    """The arguments of `kda` that select a row of BACKENDS."""
+    return {"backend": backend.split()[0], "g_min": BACKENDS[backend]}
+
+
+def rows(backend: str) -> slice | list[int]:
+    """Which of the rows of the regimes a backend gets: two if it is interpreted, which takes a good
+    part of a second per chunk and head."""
+    names = list(REGIMES)
+    few = [names.index("open_identical_keys"), names.index("mixed")]
+    return few if backend == "pallas_tpu" else slice(None)
+
+
+def inputs_for(backend: str, *args, **kwargs) -> dict:
+    """`make_inputs` with the decays that the backend takes, and as many rows and heads as it can."""
+    inputs, g_min = make_inputs(*args, **kwargs), BACKENDS[backend]
+    if g_min is not None:
+        inputs["g"] = np.maximum(inputs["g"], np.float32(g_min))
+    if backend == "pallas_tpu" and len(inputs["q"]) == len(REGIMES):
+        inputs = {n: x[rows(backend)] for n, x in inputs.items()}
+    if backend == "pallas_tpu" and "heads" not in kwargs:
+        inputs = {n: x[:, :1] if "state" in n else x[:, :, :1] for n, x in inputs.items()}
+    return inputs
+
+
+def interpreted(backend: str):
+    """The context in which this backend runs here: TPU kernels interpreted, over memory of NaN."""
+    if backend == "pallas_tpu":
+        return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan"))
+    return contextlib.nullcontext()
+
+
+@functools.partial(jit, static_argnames="settings")
+def program(inputs, segment_ids, cu_seqlens, settings):
     args = {name: inputs[name] for name in NAMES if name in inputs}
 
     def f(args):
         return kda(
-            **{name: args[name] for name in NAMES[:5]},
-            state=args.get("state"),
+            **{name: args.get(name) for name in NAMES},
             segment_ids=segment_ids,
             cu_seqlens=cu_seqlens,
-            backend=backend,
-            chunk_size=chunk_size,
+            **dict(settings),
         )
 
-    (o, state), pull = jax.vjp(f, args)
-    (grads,) = pull((inputs["d_o"].astype(o.dtype), inputs["d_state"].astype(state.dtype)))
-    return {"o": o, "final_state": state} | {f"grad_{name}": x for name, x in grads.items()}
+    (o, state, *snapshots), pull = jax.vjp(f, args)
+    cotangents = (inputs["d_o"].astype(o.dtype), inputs["d_state"].astype(state.dtype))
+    (grads,) = pull((*cotangents, *(jnp.zeros_like(x) for x in snapshots)))
+    out = {"o": o, "final_state": state} | {f"grad_{name}": x for name, x in grads.items()}
+    return out | ({"snapshots": snapshots[0]} if snapshots else {})
 
 
-def oracle(inputs, segment_ids=None, cu_seqlens=None) -> dict:
+def run(inputs, segment_ids=None, cu_seqlens=None, *, backend="chunked", **settings):
+    """Outputs, final states and the gradients of sum(o d_o) + sum(state d_state), by name.
+
+    Inputs without a `g` mean no decay. Settings are those of `kda`.
+    """
+    settings = tuple(sorted((options(backend) | settings).items()))
+    with interpreted(backend):
+        return program(inputs, segment_ids, cu_seqlens, settings)
+
+
+def oracle(inputs, segment_ids=None, cu_seqlens=None, **settings) -> dict:
     """`run` of the token-by-token form in float64."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(x, jnp.float64) for name, x in inputs.items()}
-        return jax.device_get(run(wide, segment_ids, cu_seqlens, backend="reference"))
+        return jax.device_get(run(wide, segment_ids, cu_seqlens, backend="reference", **settings))
 
 
 def compare(got: dict, want: dict, rtol: float = 1e-5, floor: float = 1e-3) -> None:

@@ -11,23 +11,43 @@ from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.kda import (
     bounded_log_decay,
     kda,
+    kda_from_logits,
     kda_step,
     l2_normalize,
     softplus_log_decay,
 )
 from k3jax.pallas_kernels.kda.api import document_starts
-from tests.pallas_kernels.kda_cases import NAMES, jit, make_inputs
+from tests.pallas_kernels.kda_cases import (
+    NAMES,
+    each_backend,
+    interpreted,
+    jit,
+    make_inputs,
+    options,
+    run,
+)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_kf_022_the_error_is_taken_after_the_decay(backend):
-    """S = 1 after (k, v) = (1, 1); a decay of 1/2 and the error 0 - 1/2 leave S = 0, o = 0."""
-    one = jnp.ones((1, 2, 1, 1))
-    v = jnp.array([1.0, 0.0]).reshape(1, 2, 1, 1)
-    g = jnp.log(jnp.array([1.0, 0.5])).reshape(1, 2, 1, 1)
-    o, state = kda(one, one, v, g, one[..., 0], backend=backend)
-    np.testing.assert_allclose(o.ravel(), [1.0, 0.0], atol=1e-7)
-    np.testing.assert_allclose(state.ravel(), [0.0], atol=1e-7)
+@each_backend
+@pytest.mark.parametrize("channels", [1, 16])
+def test_kf_022_the_error_is_taken_after_the_decay(backend, channels):
+    """S = 1 after (k, v) = (1, 1); a decay of 1/2 and the error 0 - 1/2 leave S = 0, o = 0.
+
+    With more channels the others stay zero.
+    """
+    if backend == "pallas_tpu" and channels == 1:
+        pytest.skip("the kernel starts at 16 channels")
+
+    def first_of(*values):
+        x = jnp.array(values).reshape(1, 2, 1, 1)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, channels - 1)))
+
+    k, v, g = first_of(1.0, 1.0), first_of(1.0, 0.0), jnp.log(jnp.array([1.0, 0.5]))
+    g = jnp.broadcast_to(g[:, None, None], k.shape)
+    with interpreted(backend):
+        o, state = kda(k, k, v, g, jnp.ones((1, 2, 1)), **options(backend))
+    np.testing.assert_allclose(o[0, :, 0, 0], [1.0, 0.0], atol=1e-7)
+    np.testing.assert_allclose(state, jnp.zeros((1, 1, channels, channels)), atol=1e-7)
 
 
 def test_step_by_hand():
@@ -84,10 +104,16 @@ def arguments(T=4, B=1):
     return {name: jnp.asarray(inputs[name]) for name in NAMES[:5]}
 
 
-def test_kf_012_no_decay_is_spelt_as_zeros():
-    args = arguments() | {"g": None}
-    with pytest.raises((ValueError, TypeError), match=r"g is None|parameter: g"):
-        kda(**args)
+@each_backend
+def test_kf_012_no_decay_may_be_left_out(backend):
+    """g = None and g = 0 give the same values and gradients, to the last bit."""
+    inputs = make_inputs(65, ("open", "open_identical_keys"))
+    want = run(inputs, backend=backend)
+    got = run({name: x for name, x in inputs.items() if name != "g"}, backend=backend)
+    assert want.pop("grad_g").shape == inputs["g"].shape
+    assert got.keys() == want.keys()
+    for name in got:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 def test_without_a_state_the_memory_starts_empty():
@@ -134,6 +160,28 @@ def test_shapes_that_do_not_fit():
         kda(**args, segment_ids=jnp.ones((1, 3), jnp.int32))
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every is 0; keep one memory in 1 or more"),
+        ({"snapshot_every": 0}, "snapshot_every is 0; choose a multiple of 16"),
+        ({"snapshot_every": 40}, "snapshot_every is 40; choose a multiple of 16"),
+        ({"g_min": 0.0}, "g_min must be negative and finite, got 0.0"),
+        ({"g_min": -np.inf}, "g_min must be negative and finite, got -inf"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, words):
+    with pytest.raises(ValueError) as error:
+        kda(**arguments(), **settings)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+
+
+def test_snapshots_belong_to_rows():
+    with pytest.raises(ValueError, match="snapshot_every=16 counts the tokens of rows"):
+        kda(**arguments(), snapshot_every=16, cu_seqlens=jnp.array([0, 4]))
+
+
 @pytest.mark.parametrize("chunk_size", [0, 1, 8, 48, 512])
 def test_kf_005_other_chunk_sizes_are_refused(chunk_size):
     with pytest.raises(ValueError, match=f"chunk_size is {chunk_size}"):
@@ -161,6 +209,26 @@ def test_kf_004_validation_names_the_bad_value(case):
         kda(**args, validate=True)
     # The same value at padding is nobody's business.
     kda(**args, segment_ids=jnp.array([[1, 1, 0, 2]]), **checks)
+
+
+def test_a_broken_promise_about_the_decay_is_found():
+    args = arguments()
+    args["g"] = jnp.full_like(args["g"], -0.3)
+    kda(**args, validate=True, g_min=-0.3, backend="reference")
+    args["g"] = args["g"].at[0, 2].set(-5.5)
+    with pytest.raises(ValueError, match=r"g_min=-5.0 promises g >= g_min, the smallest is -5.5"):
+        kda(**args, validate=True, g_min=-5.0)
+
+
+def test_kf_004_raw_projections_are_validated():
+    args = arguments()
+    raw = {"z": args.pop("g"), "A_log": jnp.zeros(2), "dt_bias": jnp.zeros((2, 20)), "g_min": -5.0}
+    args["q"] = 7 * args["q"]  # of any length
+    kda_from_logits(**args, **raw, validate=True, backend="reference")
+    with pytest.raises(ValueError, match="z must be finite, found inf"):
+        kda_from_logits(**args, **raw | {"z": raw["z"].at[0, 1].set(jnp.inf)}, validate=True)
+    with pytest.raises((ValueError, TypeError), match=r"A_log has shape|parameter"):
+        kda_from_logits(**args, **raw | {"A_log": jnp.zeros(3)})
 
 
 def test_kf_004_a_decay_factor_is_not_a_log_decay():
@@ -199,20 +267,43 @@ def test_unknown_backend():
 
 
 def test_kf_024_the_choice_is_logged_once_and_can_be_required(caplog, monkeypatch):
-    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(dispatch, "_used", {})
     backends = {
         "fast": (lambda: "fast", lambda size: f"size {size} is odd" if size % 2 else None),
         "floor": (lambda: "floor", dispatch.always),
         "reference": (lambda: "reference", dispatch.always),
     }
+    assert dispatch.used("op") == ()
     with caplog.at_level(logging.INFO, "k3jax"):
         for _ in range(2):
             assert dispatch.choose("op", backends, None, 3)() == "floor"
     assert caplog.messages == ["op runs on backend floor (not fast: size 3 is odd)"]
     assert dispatch.choose("op", backends, None, 4)() == "fast"
     assert dispatch.choose("op", backends, "reference", 4)() == "reference"
+    assert dispatch.used("op") == ("floor", "fast", "reference")
     with pytest.raises(ValueError, match="size 3 is odd"):
         dispatch.choose("op", backends, "fast", 3)
     del backends["floor"]
     with pytest.raises(ValueError, match="no backend can run this call"):  # never the reference
         dispatch.choose("op", backends, None, 3)
+
+
+def test_kf_024_a_kernel_is_taken_unasked_on_its_own_platform_only(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_used", {})
+    backends = {
+        "pallas_tpu": (lambda: "kernel", dispatch.always),
+        "chunked": (lambda: "floor", dispatch.always),
+    }
+    assert dispatch.choose("op", backends, "pallas_tpu")() == "kernel"
+    with caplog.at_level(logging.INFO, "k3jax"):
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+        assert dispatch.choose("op", backends, None)() == "floor"
+    assert caplog.messages == ["op runs on backend chunked (not pallas_tpu: this is a cpu)"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert dispatch.choose("op", backends, None)() == "kernel"
+
+
+def test_kf_024_the_op_says_what_it_ran_on(monkeypatch):
+    monkeypatch.setattr(dispatch, "_used", {})
+    kda(**arguments(), backend="reference")
+    assert dispatch.used("kda") == ("reference",)

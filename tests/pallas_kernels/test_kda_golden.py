@@ -2,16 +2,23 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.pallas_kernels.kda import bounded_log_decay, kda, l2_normalize, softplus_log_decay
+from k3jax.pallas_kernels.kda import (
+    bounded_log_decay,
+    kda,
+    kda_from_logits,
+    l2_normalize,
+    softplus_log_decay,
+)
 from k3jax.pallas_kernels.short_conv import short_conv
 from tests.golden_io import cases, check, load
-from tests.pallas_kernels.kda_cases import jit
+from tests.pallas_kernels.kda_cases import BACKENDS, each_backend, interpreted, jit, options
 
 pytestmark = pytest.mark.golden
 FLOAT_INPUTS = ("q", "k", "v", "g_raw", "beta_logits", "A_log", "dt_bias", "initial_state")
@@ -24,16 +31,20 @@ def log_decay(g_raw, dt_bias, A_log, lower_bound):
     return bounded_log_decay(z, A_log, lower_bound)
 
 
-@jit
-def recurrence(args, cu_seqlens, d_o, d_state):
+@functools.partial(jit, static_argnames="backend")
+def recurrence(args, cu_seqlens, d_o, d_state, backend):
     """The op and its gradients. Fixtures of one shape share the program, whatever their gate."""
-    out, pull = jax.vjp(lambda args: kda(**args, cu_seqlens=cu_seqlens), args)
+    f = functools.partial(kda, cu_seqlens=cu_seqlens, **options(backend))
+    out, pull = jax.vjp(lambda args: f(**args), args)
     return out, pull((d_o, d_state))[0]
 
 
+@each_backend
 @pytest.mark.parametrize("case", cases("kda_op"))
-def test_recurrence(case):
+def test_recurrence(case, backend):
     meta, tensors = load(case)
+    if BACKENDS[backend] is not None and meta["config"]["lower_bound"] != BACKENDS[backend]:
+        pytest.skip(f"{backend} takes bounded gates")
     config = meta["config"]
     x = {name: jnp.asarray(tensors[name]) for name in tensors if name in FLOAT_INPUTS}
 
@@ -50,9 +61,45 @@ def test_recurrence(case):
 
     args, pull = jax.vjp(prepare, x)
     cotangents = tensors["d_o"], tensors["d_final_state"]
-    (o, state), d_args = recurrence(args, tensors.get("cu_seqlens"), *cotangents)
+    with interpreted(backend):
+        (o, state), d_args = recurrence(args, tensors.get("cu_seqlens"), *cotangents, backend)
     got = {"o": o, "final_state": state}
     got |= {f"grad_{name}": grad for name, grad in pull(d_args)[0].items()}
+    assert got.keys() == meta["tolerance"].keys()
+    for name in got:
+        check(name, got[name], meta)
+
+
+RAW = {"q": "q", "k": "k", "v": "v", "g_raw": "z", "A_log": "A_log", "initial_state": "state"}
+
+
+@functools.partial(jit, static_argnames=("g_min", "backend"))
+def from_logits(x, cu_seqlens, d_o, d_state, g_min, backend):
+    def f(x):
+        args = {ours: x[name] for name, ours in RAW.items() if name in x}
+        args["beta"] = jax.nn.sigmoid(x["beta_logits"])
+        args["dt_bias"] = x["dt_bias"].reshape(x["g_raw"].shape[2:])
+        return kda_from_logits(**args, g_min=g_min, cu_seqlens=cu_seqlens, backend=backend)
+
+    out, pull = jax.vjp(f, x)
+    return out, pull((d_o, d_state))[0]
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "case", [c for c in cases("kda_op") if re.search("_T33_h0|lb_packed_h0|_gate_wide", c)]
+)
+def test_raw_projections(case, backend):
+    """Norm and gate inside the op; the fixtures hold what they get."""
+    meta, tensors = load(case)
+    g_min = meta["config"]["lower_bound"]
+    if BACKENDS[backend] is not None and g_min != BACKENDS[backend]:
+        pytest.skip(f"{backend} takes bounded gates")
+    x = {name: jnp.asarray(tensors[name]) for name in tensors if name in FLOAT_INPUTS}
+    cotangents = tensors["d_o"], tensors["d_final_state"]
+    with interpreted(backend):
+        (o, state), grads = from_logits(x, tensors.get("cu_seqlens"), *cotangents, g_min, backend)
+    got = {"o": o, "final_state": state} | {f"grad_{name}": grad for name, grad in grads.items()}
     assert got.keys() == meta["tolerance"].keys()
     for name in got:
         check(name, got[name], meta)

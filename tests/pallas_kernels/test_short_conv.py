@@ -127,3 +127,34 @@ def test_causal_to_the_last_bit():
         after, _ = convolve(changed, kernel, cache=cache)
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert (after[:, t] != before[:, t]).any()
+
+
+def test_kf_034_the_cache_after_the_accepted_tokens_of_a_window():
+    """Outputs of all 5 tokens; the cache as if only the first `lengths` had been there."""
+    x, kernel, cache = make(6, 5)
+    lengths = np.arange(6)
+    y, new_cache = convolve(x, kernel, cache=cache, lengths=lengths)
+    np.testing.assert_array_equal(y, convolve(x, kernel, cache=cache)[0])
+    for row, count in enumerate(lengths):
+        want = np.concatenate([cache[row], x[row, :count]])[-3:]
+        np.testing.assert_array_equal(new_cache[row], want)
+
+
+@pytest.mark.parametrize("W", [1, 4])
+def test_slots_of_a_pool(W):
+    """Each request reads and writes its row; one without history reads zeros, NaN or not."""
+    x, kernel, cache = make(3, 5, W)
+    pool = np.full((7, *cache.shape[1:]), np.nan, np.float32)
+    slots, has_state = np.array([6, 0, 3]), np.array([True, False, True])
+    pool[slots[[0, 2]]] = cache[[0, 2]]
+    fresh = np.where(has_state[:, None, None, None], cache, 0)
+    want, want_cache = convolve(x, kernel, cache=fresh)
+    y, new_pool = convolve(x, kernel, cache=pool, slots=slots, has_state=has_state)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(new_pool[slots], want_cache)
+    assert np.isnan(np.delete(new_pool, slots, axis=0)).all()
+    y, new_cache = convolve(
+        x, kernel, cache=np.full_like(cache, np.nan), has_state=np.zeros(3, bool)
+    )
+    np.testing.assert_array_equal(y, convolve(x, kernel)[0])
+    assert np.isfinite(new_cache).all()
