@@ -27,7 +27,8 @@ from k3jax.pallas_kernels.kda.pallas_tpu_kernels import (
 LANES = 128
 LOWEST_G = -5.0  # nats per token whose sum over a tile of 16 stays inside float32
 VMEM_BYTES = 60 * 2**20
-Specs = dict[str, tuple[jax.ShapeDtypeStruct | Array, pl.BlockSpec]]
+Inputs = dict[str, tuple[Array, pl.BlockSpec]]
+Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
 
 def unsupported(q, k, v, cfg: Config) -> str | None:
@@ -179,14 +180,15 @@ def _in_segments(q, k, v, g, beta, gate, state, starts, cfg, q_scale):
         rest = [x[:, whole:] for x in (q, k, v, g, beta)]
         tail, state, more = _segment(static, rest, gate, state, marks[:, whole:])
         o = jnp.concatenate([o, tail], 1)
-        if snapshots is not None:
+        if snapshots is not None and more is not None:
             snapshots = jnp.concatenate([snapshots, more], 1)
     return o, state, snapshots
 
 
 def _segment(static, arrays, gate, state, marks):
     cfg, q_scale, marked = static
-    return _run(*arrays, gate, state, marks if marked else None, None, cfg, q_scale)
+    q, k, v, g, beta = arrays
+    return _run(q, k, v, g, beta, gate, state, marks if marked else None, None, cfg, q_scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -320,7 +322,7 @@ def _fused_backward(plan, residuals, cotangents):
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _call(kernel, name, plan, grid, scalars, inputs: Specs, outputs: Specs, scratch):
+def _call(kernel, name, plan, grid, scalars, inputs: Inputs, outputs: Outputs, scratch):
     """One kernel over (head groups, blocks); everything by name, as the kernel sees it."""
     names = (*scalars, *inputs, *outputs, *scratch)
     out = pl.pallas_call(

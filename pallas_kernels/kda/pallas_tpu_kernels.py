@@ -143,6 +143,7 @@ class _Step:
         self.per_token = [numbers[0, c].T for c in range(plan.chunks)]
         self.marks = {c: self._marks(c) for c in range(plan.chunks)}
         self.totals = {}  # of a chain: the decay over each of its tiles
+        self.d_beta, self.d_gate = {}, {}  # of a chunk and head; of a head
 
     def tokens(self, c: int) -> slice:
         return slice(c * CHUNK, (c + 1) * CHUNK)
@@ -542,7 +543,6 @@ def _recur_back(step: _Step) -> Callable[..., Piece]:
 def _collect(step: _Step) -> Callable[..., Piece]:
     """Gradients of a chain's inputs, given those of its rows' values and of the leaving memory."""
     plan, refs, op = step.plan, step.refs, step.op
-    step.d_beta, step.d_gate = {}, {}
 
     def piece(a, c, h):
         marks, where, beta = step.marks[c], step.keys(c, h), step.beta(c, h)
@@ -558,7 +558,7 @@ def _collect(step: _Step) -> Callable[..., Piece]:
         d_reads = jnp.where(marks.write, d_scores[:CHUNK], 0.0).astype(op)
         own = refs.d_rows_v[a, :CHUNK].astype(jnp.float32) * errors.astype(jnp.float32)
         own = jnp.sum(own, 1, keepdims=True)
-        d_writes = jnp.where(marks.write, d_scores[CHUNK:], 0.0).astype(op) if plan.erase else None
+        d_writes = jnp.where(marks.write, d_scores[-CHUNK:], 0.0).astype(op)  # if erasing
         yield
         passing = jnp.sum(S.astype(jnp.float32) * leaving.astype(jnp.float32), 0, keepdims=True)
         yield
