@@ -264,7 +264,7 @@ def _inverse(blocks: list[Array], beta: Float[Array, "*lead C"]) -> Float[Array,
     beta = beta.reshape(*beta.shape[:-1], n, t, 1)
     tile = tile * jnp.swapaxes(beta, -2, -1)
     pairs = _halving(t)[1]
-    inverse = np.eye(t, dtype=wide) - jnp.where(pairs[0], tile, 0)
+    inverse = jnp.eye(t, dtype=wide) - jnp.where(pairs[0], tile, 0)
     for level in pairs[1:]:
         merged = _einsum("...ij,...jk->...ik", jnp.where(level, tile, 0), inverse, out=wide)
         inverse = inverse - _einsum("...ij,...jk->...ik", inverse, merged, out=wide)
@@ -385,7 +385,8 @@ def _forward_group(carry, x: _Group, given, cfg: Config):
     """
     p = _prepare(x, cfg)
     terms, wide = p.terms, x.g.dtype
-    (memory, kept), (S, e) = _memories(*carry, given, p, cfg)
+    memory, kept = carry
+    (memory, kept), (S, e) = _memories(memory, kept, given, p, cfg)
     queries = terms.read.reshape(*e.shape[:-1], -1, terms.read.shape[-1])[..., 0, :]
     u = (p.beta[..., None] * e).astype(queries.dtype)
     o = _einsum("...ck,...kv->...cv", queries, S.astype(queries.dtype), out=wide)
@@ -393,7 +394,7 @@ def _forward_group(carry, x: _Group, given, cfg: Config):
     return (memory, kept), jnp.moveaxis(o, -3, -2).astype(x.v.dtype)
 
 
-def _backward_group(carry, x: tuple[_Group, Array, Array], given, d_given, cfg: Config):
+def _backward_group(carry, xs: tuple[_Group, Array, Array], given, d_given, cfg: Config):
     """Gradients of a group's inputs from those of its outputs and of the memory leaving it.
 
         du = A^T do + k^r dS - P^T y,   y = (I + P Diag(beta))^-T beta (A^T do + k^r dS)
@@ -409,7 +410,7 @@ def _backward_group(carry, x: tuple[_Group, Array, Array], given, d_given, cfg: 
     In this line dq and dc leave out a token's pair with itself, and dc leaves out k^r: both cancel
     exactly, but their rounding would drown the dg of steep decays.
     """
-    x, d_o, memory = x
+    x, d_o, memory = xs
     d_memory, d_kept = carry
     p = _prepare(x, cfg)
     terms, wide, dtype = p.terms, x.g.dtype, _operands(x)
@@ -492,8 +493,8 @@ def _backward_group(carry, x: tuple[_Group, Array, Array], given, d_given, cfg: 
     def tokens_first(d: Array, like: Array) -> Array:
         return jnp.moveaxis(d.reshape(*lead, C, -1), -3, -2).astype(like.dtype)
 
-    gradients = (d_q, d_k, y, d_g)
-    gradients = (tokens_first(d, like) for d, like in zip(gradients, x, strict=False))
+    pairs = ((d_q, x.q), (d_k, x.k), (y, x.v), (d_g, x.g))
+    gradients = (tokens_first(d, like) for d, like in pairs)
     return carry, (*gradients, jnp.moveaxis(d_beta, -1, -2))
 
 
@@ -538,10 +539,8 @@ class _Layout(NamedTuple):
     place: Int[Array, " T"] | None  # of each token; past the end for tokens of no document
     links: _Links | None
 
-    def cut(self, x: Array | None) -> Array | None:
+    def cut(self, x: Array) -> Array:
         """[B, T, ...] to [segments, (groups,) chunks, B, C, ...], padded by neutral zeros."""
-        if x is None:
-            return None
         if self.token is not None:
             x = jnp.take(x, self.token, axis=1, mode="fill", fill_value=0)
         places = self.segments * self.groups * self.chunks * self.C
@@ -619,7 +618,8 @@ def _place_documents(
 
 def _inputs(layout: _Layout, q, k, v, g, beta, starts) -> _Group:
     links = jax.tree.map(layout.stack, layout.links)
-    return _Group(*(layout.cut(x) for x in (q, k, v, g, beta, starts)), links)
+    q, k, v, g, beta = (layout.cut(x) for x in (q, k, v, g, beta))
+    return _Group(q, k, v, g, beta, None if starts is None else layout.cut(starts), links)
 
 
 def _forward(
@@ -627,7 +627,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
     """The outputs of `chunked`, and with `keep` the memory before every segment."""
     layout = _layout(q, v, cu_seqlens, cfg)
-    memory, kept, given = state, None, None
+    memory, kept, given, snapshots = state, None, None, 0
     if cu_seqlens is not None:
         memory, kept = jnp.zeros_like(state[:1]), state[:, None]
         given = kept
@@ -648,9 +648,9 @@ def _forward(
     x = _inputs(layout, q, k, v, g, beta, starts)
     (memory, kept), (o, memories) = jax.lax.scan(segment, (memory, kept), x)
     o = layout.uncut(o, q.shape[1])
-    if cu_seqlens is not None:
+    if kept is not None and cu_seqlens is not None:
         return (o, kept[:, 0], None), memories
-    if cfg.snapshot_every is not None:
+    if kept is not None:
         kept = jnp.moveaxis(kept[:snapshots], 0, 1)
     return (o, memory, kept), memories
 
