@@ -132,10 +132,15 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
             h = run(with_params(cfg, params, buffers))
             return jnp.mean(jnp.sin(h.astype(jnp.float32)))
 
-        return jax.jit(jax.value_and_grad(fn))(params)
+        # Otherwise XLA skips roundings to bfloat16 inside a fusion, and the two programs fuse
+        # differently: enough to send a token of a bfloat16 model to another expert.
+        compiled = jax.jit(
+            jax.value_and_grad(fn), compiler_options={"xla_allow_excess_precision": False}
+        )
+        return compiled(params)
 
     want, want_grads = loss(lambda m: run_unrolled(m, tokens)[0], cfg)
-    tolerance = 1e-5 if dtype == "float32" else 0.06
+    tolerance = 1e-5
     for remat in ("none", "full", "dots"):
         got, grads = loss(lambda m: m.hidden(tokens)[0], replace(cfg, remat=remat))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
