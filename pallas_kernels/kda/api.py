@@ -12,24 +12,42 @@ from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_qu
 # A decay logit that stands for no decay: both gates give exactly 0 for it, and no gradient.
 OPEN = -1e30
 
-BACKENDS: dict[str, dispatch.Backend] = {
-    "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
-    "chunked": (chunked.chunked, dispatch.always),
-    "reference": (reference.recurrent, dispatch.always),
-}
+
+def _neutral_padding(run):
+    """A backend that may see anything at padding, of one that takes every token for real.
+
+    Padding becomes the identity: no decay, no write, a read of nothing. A select, because the
+    content there may be anything, NaN included.
+    """
+
+    def masked(q, k, v, g, beta, state, real, starts, cu_seqlens, cfg):
+        if real is not None:
+            q, k, v, g = (jnp.where(real[..., None, None], x, 0) for x in (q, k, v, g))
+            beta = jnp.where(real[..., None], beta, 0)
+        return run(q, k, v, g, beta, state, starts, cu_seqlens, cfg)
+
+    return masked
 
 
 def _gates_first(run):
     """A backend of `kda` as one of `kda_from_logits`."""
 
-    def from_logits(q, k, v, z, beta, A_log, dt_bias, state, starts, cu_seqlens, cfg):
+    def from_logits(q, k, v, z, beta, A_log, dt_bias, state, real, starts, cu_seqlens, cfg):
+        if real is not None:
+            q, k = (jnp.where(real[..., None, None], x, 0) for x in (q, k))
+            z = jnp.where(real[..., None, None], z, OPEN)
         g = log_decay(z.astype(state.dtype) + dt_bias, A_log, cfg.g_min)
         q, k = normalize_query(q), l2_normalize(k)
-        return run(q, k, v, g, beta, state, starts, cu_seqlens, cfg)
+        return run(q, k, v, g, beta, state, real, starts, cu_seqlens, cfg)
 
     return from_logits
 
 
+BACKENDS: dict[str, dispatch.Backend] = {
+    "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
+    "chunked": (_neutral_padding(chunked.chunked), dispatch.always),
+    "reference": (_neutral_padding(reference.recurrent), dispatch.always),
+}
 FROM_LOGITS: dict[str, dispatch.Backend] = {
     name: (_gates_first(run), unsupported) for name, (run, unsupported) in BACKENDS.items()
 } | {"pallas_tpu": (pallas_tpu.from_logits, pallas_tpu.unsupported)}
@@ -91,11 +109,13 @@ def kda(
     Returns: outputs [B, T, HV, V] in v's dtype; the memory after the last real token
         [N, HV, K, V] in float32; with `snapshot_every` also [B, T // snapshot_every, HV, K, V].
     Raises: ValueError, naming the argument and its value, for shapes or values outside the above.
-    Numerics: g, its sums, the triangular solve and S are float32; with bfloat16 q, the operands of
+    Numerics: g, its sums, the triangular solve and S are float32; with bfloat16 q, most operands of
         the other matmuls are bfloat16 and accumulate in float32.
     Cost: O(T (C (K + V) + K V)) per head; one [K V] state per `checkpoint_every` chunks is kept for
         the backward pass.
     """
+    if g is None:
+        g_min = -1.0  # no decay keeps every promise, and the TPU kernels want one
     cfg = make_config(chunk_size, checkpoint_every, snapshot_every, erase, g_min, plain_autodiff)
     per_head = g is not None and g.ndim == 3
     B, T, HV = v.shape[:3]
@@ -112,7 +132,7 @@ def kda(
     elif per_head:
         g = jnp.broadcast_to(g[..., None], k.shape)
     arrays = q, k, v, g.astype(wide), beta
-    return _run(BACKENDS, backend, arrays, 0.0, (), state, segment_ids, cu_seqlens, cfg)
+    return _run(BACKENDS, backend, arrays, (), state, segment_ids, cu_seqlens, cfg)
 
 
 def kda_from_logits(
@@ -166,7 +186,7 @@ def kda_from_logits(
     if z.dtype == jnp.float16:
         z = z.astype(jnp.float32)  # has no number as large as OPEN
     arrays, gate = (q, k, v, z, beta), (A_log, dt_bias)
-    return _run(FROM_LOGITS, backend, arrays, OPEN, gate, state, segment_ids, cu_seqlens, cfg)
+    return _run(FROM_LOGITS, backend, arrays, gate, state, segment_ids, cu_seqlens, cfg)
 
 
 def kda_summary(
@@ -227,22 +247,17 @@ def document_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return real & (before >= 0) & (previous != segment_ids)
 
 
-def _run(backends, backend, arrays, no_decay, gate, state, segment_ids, cu_seqlens, cfg):
-    """Neutral padding, a state for every document, the backend; q and k have v's heads here."""
+def _run(backends, backend, arrays, gate, state, segment_ids, cu_seqlens, cfg):
+    """A state for every document, the backend; q and k have v's heads here."""
     q, k, v, decay, beta = arrays
     wide = jnp.promote_types(q.dtype, jnp.float32)
     if state is None:
         state = _empty_memory(k, v)
         if cu_seqlens is not None:
             state = jnp.repeat(state, cu_seqlens.shape[0] - 1, axis=0)
-    starts = None
+    real = starts = None
     if segment_ids is not None:
         real, starts = segment_ids > 0, document_starts(segment_ids)
-        # Padding becomes the identity: no decay, no write, a read of nothing. A select, because
-        # the content there may be anything, NaN included.
-        q, k, v = (jnp.where(real[..., None, None], x, 0) for x in (q, k, v))
-        decay = jnp.where(real[..., None, None], decay, no_decay)
-        beta = jnp.where(real[..., None], beta, 0)
     beta, state = beta.astype(wide), state.astype(wide)
     if q.shape[1] == 0 or state.size == 0:
         o, snapshots = jnp.zeros(v.shape, v.dtype), None
@@ -251,7 +266,7 @@ def _run(backends, backend, arrays, no_decay, gate, state, segment_ids, cu_seqle
             snapshots = jnp.zeros((B, T // cfg.snapshot_every, HV, K, v.shape[3]), wide)
     else:
         run = dispatch.choose("kda", backends, backend, q, k, v, cfg)
-        o, state, snapshots = run(q, k, v, decay, beta, *gate, state, starts, cu_seqlens, cfg)
+        o, state, snapshots = run(q, k, v, decay, beta, *gate, state, real, starts, cu_seqlens, cfg)
     return (o.astype(v.dtype), state) + (() if snapshots is None else (snapshots,))
 
 

@@ -1,5 +1,7 @@
 """What turns projections into the inputs of KDA: normalised q and k, and the two decay gates."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -32,6 +34,12 @@ def log_decay(
     return softplus_log_decay(z, A_log) if g_min is None else bounded_log_decay(z, A_log, g_min)
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _bounded(z, A_log, g_min):
+    # The sigmoid is computed again in the backward pass: cheaper than to keep it as well as g.
+    return g_min * jax.nn.sigmoid(jnp.exp(A_log)[:, None] * z)
+
+
 def bounded_log_decay(
     z: Float[Array, "*lead H K"], A_log: Float[Array, " H"], g_min: float
 ) -> Float[Array, "*lead H K"]:
@@ -48,7 +56,7 @@ def bounded_log_decay(
     """
     if not g_min < 0:
         raise ValueError(f"g_min must be negative, got {g_min}; K3 uses -5.0")
-    return g_min * jax.nn.sigmoid(jnp.exp(A_log)[:, None] * z)
+    return _bounded(z, A_log, g_min)
 
 
 def softplus_log_decay(

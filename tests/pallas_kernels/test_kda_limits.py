@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.pallas_kernels.kda import bounded_log_decay, chunked, kda
+from k3jax.pallas_kernels.kda import bounded_log_decay, kda
 from tests.pallas_kernels.kda_cases import (
     NAMES,
     K,
@@ -245,11 +245,3 @@ def test_kf_010_gradients_through_the_gate_over_a_long_row():
     want = oracle(tail)
     for name in ("q", "k", "v", "beta"):
         compare({name: grads[name][:, -crop:]}, {name: want[f"grad_{name}"]})
-
-
-def test_a_document_start_is_exact_forgetting():
-    """What packs documents: exp of a sum that holds FORGET is 0, and the sum stays finite."""
-    for dtype in (np.float32, np.float64):
-        total = np.full(256, chunked.FORGET, dtype).sum()
-        assert np.isfinite(total)
-        assert np.exp(dtype(chunked.FORGET)) == 0

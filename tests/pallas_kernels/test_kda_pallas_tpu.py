@@ -18,6 +18,7 @@ from k3jax.pallas_kernels.kda.pallas_tpu import unsupported
 from tests.pallas_kernels.kda_cases import compare, jit, make_inputs, program
 
 T = 200  # three chunks and a bit: the pipelined order of a step, and padding
+BLOCKS = 600  # two blocks of five chunks: a step finishes work on the block before
 LOGITS = ("q", "k", "v", "z", "beta", "A_log", "dt_bias", "state")
 # Gates of at least -5, which the kernels promise to take, and the keys that test the inverse most.
 REGIMES = ("open_identical_keys", "slow_correlated_keys", "mild_negative_eigenvalues", "floor")
@@ -96,6 +97,15 @@ def test_logits_match_the_recurrence(seed):
         inputs["z"] = jnp.asarray(z)
     got, want = from_logits_both(inputs)
     assert all(np.isfinite(x).all() for x in got.values())
+    compare(got, want)
+
+
+def test_a_step_of_four_heads_and_several_blocks():
+    """Timetables of four heads: nothing is read before it is written or after it is written anew."""
+    inputs = logits(BLOCKS, 4, 3)
+    got, want = from_logits_both(inputs)
+    for results in (got, want):  # one number per head: relative to the largest of them
+        results["grad_A_log"] = results["grad_A_log"][None]
     compare(got, want)
 
 

@@ -1,0 +1,300 @@
+"""The calls of the TPU kernels of KDA: the size of a grid step, blocks, scratch, derivative rule."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from k3jax.pallas_kernels.kda.tpu_backward import backward_kernel
+from k3jax.pallas_kernels.kda.tpu_forward import forward_kernel
+from k3jax.pallas_kernels.kda.tpu_step import CHUNK, TILE, TILES, Plan
+
+LANES = 128
+VMEM_BYTES = 60 * 2**20
+Inputs = dict[str, tuple[Array, pl.BlockSpec]]
+Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+
+
+def round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def sized(plan: Plan, H: int, count: int) -> Plan:
+    """`plan` with as many heads and chunks a step as fit on the chip, for rows of `count` chunks."""
+    heads = [n for n in (4, 3, 2, 1) if H % n == 0]
+    if _cores() > 1 and heads[0] == H and H % 2 == 0:
+        heads = [n for n in heads if n < H]  # the cores share the head groups
+    for n in heads:
+        for most in (8, 4):
+            # The number that pads a row least, and the largest of such.
+            fewest = min(count, 4)
+            chunks = range(min(count, most), fewest - 1, -1)
+            size = min(chunks, key=lambda size: -(-count // size) * size)
+            sized = dataclasses.replace(plan, heads=n, chunks=size)
+            if _vmem_bytes(sized) <= VMEM_BYTES:
+                return sized
+    return dataclasses.replace(plan, heads=1, chunks=min(count, 2))
+
+
+def _vmem_bytes(plan: Plan) -> int:
+    """About what a step of the backward kernel, the larger one, holds: scratch, and blocks twice."""
+
+    def size(shape, dtype):
+        itemsize = jnp.dtype(dtype).itemsize
+        *lead, rows, lanes = shape
+        return math.prod(lead) * round_up(rows, 32 // itemsize) * round_up(lanes, LANES) * itemsize
+
+    wide = plan.tokens * plan.heads * (6 * plan.K + 3 * plan.V)
+    kept = len(plan.chains) * (plan.V * plan.K + 2 * CHUNK * LANES)
+    blocks = (wide + kept) * jnp.dtype(plan.dtype).itemsize
+    memories = 4 * plan.heads * plan.V * plan.K * 2
+    scratch = sum(size(shape, dtype) for shape, dtype in _backward_scratch(plan).values())
+    return scratch + 2 * (blocks + memories)
+
+
+def _cores() -> int:
+    """TensorCores behind one device: a v5p has two, which share the parallel grid dimension."""
+    kind = jax.sharding.get_abstract_mesh().abstract_device
+    if kind is None and jax.default_backend() != "tpu":
+        return 1  # interpreted
+    return pltpu.get_tpu_info().num_cores
+
+
+# q, k, v, g [tokens, H X]; rows [H / heads, chunks, R, 64]: beta of each head, then, if masked, which
+# tokens are real and how many documents have begun in the chunk; gate [2, H K]: slope and bias of
+# the gate's exponent; memory [N, H, V, K]; owner [blocks]: the document of each block.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused(plan: Plan, q, k, v, g, rows, gate, memory, owner):
+    out = _forward(plan, q, k, v, g, rows, gate, memory, owner)
+    return out["o"], out["final"], out.get("states")
+
+
+def _fused_forward(plan, q, k, v, g, rows, gate, memory, owner):
+    out = _forward(dataclasses.replace(plan, save=True), q, k, v, g, rows, gate, memory, owner)
+    kept = (out["states"], out["saved_reads"], out.get("saved_inverse"))
+    states = out["states"] if plan.snapshots else None
+    return (out["o"], out["final"], states), (q, k, v, g, rows, gate, owner, memory.shape, kept)
+
+
+def _fused_backward(plan, residuals, cotangents):
+    q, k, v, g, rows, gate, owner, shape, (states, reads, inverse) = residuals
+    d_o, d_final, _ = cotangents
+    d = _backward(plan, q, k, v, g, rows, gate, owner, states, reads, inverse, d_o, d_final)
+    d_rows = jnp.zeros_like(rows).at[:, :, : plan.heads].set(d["d_beta"])
+    visited = jnp.zeros(shape[0], bool).at[owner].set(True)[:, None, None, None]
+    d_memory = jnp.where(visited, d["d_state"], 0.0)
+    d_gate = d["d_gate"].sum(0)
+    return d["dq"], d["dk"], d["dv"], d["dg"], d_rows, d_gate, d_memory, None
+
+
+fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _call(kernel, name, plan, grid, scalars, inputs: Inputs, outputs: Outputs, scratch):
+    """One kernel over (head groups, blocks); everything by name, as the kernel sees it."""
+    names = (*scalars, *inputs, *outputs, *scratch)
+    out = pl.pallas_call(
+        functools.partial(kernel, dataclasses.replace(plan, names=names)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch.values()],
+        ),
+        out_shape=[shape for shape, _ in outputs.values()],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        name=name,
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    return dict(zip(outputs, out, strict=True))
+
+
+class _Blocks:
+    """Block specs of a plan; `at` gives the block of tokens that a grid step works on."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def tokens(self, width, at):
+        shape = (self.plan.tokens, self.plan.heads * width)
+        return pl.BlockSpec(shape, lambda h, t, *_: (at(t), h))
+
+    def rows(self, count, at):
+        shape = (1, self.plan.chunks, count, CHUNK)
+        return pl.BlockSpec(shape, lambda h, t, *_: (h, at(t), 0, 0))
+
+    def chunks(self, shape, at):
+        shape = (self.plan.chunks, self.plan.heads, *shape)
+        return pl.BlockSpec(shape, lambda h, t, *_: (at(t), h, 0, 0))
+
+    def memory(self, at):
+        shape = (1, self.plan.heads, self.plan.V, self.plan.K)
+        return pl.BlockSpec(shape, lambda h, t, owner, _: (owner[at(t)], h, 0, 0))
+
+    def gate(self):
+        return pl.BlockSpec((2, self.plan.heads * self.plan.K), lambda h, t, *_: (0, h))
+
+
+def _operands(plan: Plan):
+    """Scratch of both kernels: what `_Step` makes of the inputs of every chain."""
+    N, K, op = len(plan.chains), plan.K, jnp.dtype(plan.dtype)
+    scratch = {
+        "sums": ((N, CHUNK, K), jnp.float32),
+        "totals": ((N, 2 * TILES, K), jnp.float32),
+        "q_unit": ((N, CHUNK, K), jnp.float32),
+        "k_unit": ((N, CHUNK, K), jnp.float32),
+        "near_rows": ((N, 2 * CHUNK, K), op),
+        "near_columns": ((N, CHUNK, K), op),
+        "between_columns": ((N, 6 * TILE, K), op),
+        "far_rows": ((N, 2 * CHUNK, K), op),
+        "far_columns": ((N, CHUNK, K), op),
+        "through": ((N, 1, K), jnp.float32),
+        # Numbers per token, copied along the lanes.
+        "beta": ((N, CHUNK, K), jnp.float32),
+    }
+    if plan.masked:
+        n, width = plan.chunks, max(K, plan.V)
+        marks = dict.fromkeys(("live", "enters", "leaves"), ((n, CHUNK, width), jnp.float32))
+        scratch |= marks | {
+            "alike": ((n, CHUNK, CHUNK), jnp.float32),
+            "passes": ((n, 1, width), jnp.float32),
+        }
+    return scratch
+
+
+def _backward_scratch(plan: Plan):
+    N, op = len(plan.chains), jnp.dtype(plan.dtype)
+    scratch = {
+        "d_memory": ((plan.heads, plan.V, plan.K), jnp.float32),
+        **_operands(plan),
+        "d_leaving": ((N, plan.V, plan.K), op),
+        "d_rows_v": ((N, 2 * CHUNK, plan.V), op),
+        "errors": ((N, CHUNK, plan.V), op),
+        "d_scores": ((N, 2 * CHUNK, CHUNK), op),
+        "d_near": ((N, 2 * CHUNK, plan.K), jnp.float32),
+        "d_far": ((N, 2 * CHUNK, plan.K), jnp.float32),
+        "d_near_columns": ((N, CHUNK, plan.K), jnp.float32),
+        "d_between": ((N, 6 * TILE, plan.K), jnp.float32),
+        "d_columns": ((N, CHUNK, plan.K), jnp.float32),
+        "d_sums": ((N, CHUNK, plan.K), jnp.float32),
+        "d_leaves": ((N, CHUNK, plan.K), jnp.float32),
+        "written": ((N, CHUNK, plan.K), op),
+        "passing": ((N, 1, plan.K), jnp.float32),
+        "own": ((N, CHUNK, plan.K), jnp.float32),
+    }
+    if plan.gate:
+        scratch["decay"] = ((N, CHUNK, plan.K), jnp.float32)
+    if plan.q_scale is not None:
+        scratch |= dict.fromkeys(("q_norm", "k_norm"), ((N, CHUNK, plan.K), jnp.float32))
+    return scratch
+
+
+def _forward(plan: Plan, q, k, v, g, rows, gate, memory, owner):
+    if plan.chunks == 8:  # half as long a block fills and drains the pipeline twice as fast
+        plan, owner = dataclasses.replace(plan, chunks=4), jnp.repeat(owner, 2)
+    N, blocks = len(plan.chains), q.shape[0] // plan.tokens
+    H, op, of = q.shape[1] // plan.K, jnp.dtype(plan.dtype), _Blocks(plan)
+
+    def now(t):
+        return jnp.minimum(t, blocks - 1)
+
+    def late(t):  # the block that meets the memory
+        return jnp.maximum(t - 1, 0)
+
+    first = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1]]).astype(jnp.int32)
+    inputs = {
+        "q": (q, of.tokens(plan.K, now)),
+        "k": (k, of.tokens(plan.K, now)),
+        "v": (v, of.tokens(plan.V, late)),
+        "g": (g, of.tokens(plan.K, now)),
+        "rows": (rows, of.rows(rows.shape[2], now)),
+        "gate": (gate, of.gate()),
+        "state": (memory, of.memory(late)),
+    }
+    if plan.masked:
+        inputs["late_rows"] = (rows, of.rows(rows.shape[2], late))
+    outputs = {
+        "o": (jax.ShapeDtypeStruct(v.shape, v.dtype), of.tokens(plan.V, late)),
+        "final": (jax.ShapeDtypeStruct(memory.shape, jnp.float32), of.memory(late)),
+    }
+    chunks = blocks * plan.chunks
+    if plan.save or plan.snapshots:
+        shape = jax.ShapeDtypeStruct(
+            (chunks, H, plan.V, plan.K), jnp.float32 if plan.snapshots else op
+        )
+        outputs["states"] = (shape, of.chunks((plan.V, plan.K), late))
+    if plan.save:
+        square = (
+            jax.ShapeDtypeStruct((chunks, H, CHUNK, CHUNK), op),
+            of.chunks((CHUNK, CHUNK), late),
+        )
+        outputs["saved_reads"] = square
+        if plan.erase:
+            outputs["saved_inverse"] = square
+    scratch = {"memory": ((plan.heads, plan.V, plan.K), jnp.float32), **_operands(plan)}
+    scratch["reads"] = ((N, CHUNK, CHUNK), op)
+    if plan.erase:
+        scratch["L"] = ((N, CHUNK, CHUNK), jnp.float32)
+        scratch["blocks"] = ((N, TILE, CHUNK), jnp.float32)
+        scratch["inverse"] = ((N, CHUNK, CHUNK), op)
+    grid = (H // plan.heads, blocks + 1)
+    scalars = {"owner": owner, "first": first}
+    return _call(forward_kernel, "kda_forward", plan, grid, scalars, inputs, outputs, scratch)
+
+
+def _backward(plan: Plan, q, k, v, g, rows, gate, owner, states, reads, inverse, d_o, d_final):
+    blocks = q.shape[0] // plan.tokens
+    H, of = q.shape[1] // plan.K, _Blocks(plan)
+
+    def at(t):
+        return blocks - 1 - t
+
+    last = jnp.concatenate([owner[1:] != owner[:-1], jnp.ones(1, bool)]).astype(jnp.int32)
+    keys, values = of.tokens(plan.K, at), of.tokens(plan.V, at)
+    square = of.chunks((CHUNK, CHUNK), at)
+    inputs = {
+        "q": (q, keys),
+        "k": (k, keys),
+        "v": (v, values),
+        "g": (g, keys),
+        "rows": (rows, of.rows(rows.shape[2], at)),
+        "gate": (gate, of.gate()),
+        "states": (states, of.chunks((plan.V, plan.K), at)),
+        "reads": (reads, square),
+        "d_o": (d_o, values),
+        "d_final": (d_final, of.memory(at)),
+    }
+    if plan.erase:
+        inputs["inverse"] = (inverse, square)
+
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    groups = H // plan.heads
+    beta = jax.ShapeDtypeStruct((groups, rows.shape[1], plan.heads, CHUNK), jnp.float32)
+    sums = jax.ShapeDtypeStruct((blocks, *gate.shape), jnp.float32)
+    outputs = {
+        "dq": (like(q), keys),
+        "dk": (like(k), keys),
+        "dv": (like(v), values),
+        "dg": (like(g), keys),
+        "d_beta": (beta, of.rows(plan.heads, at)),
+        "d_gate": (
+            sums,
+            pl.BlockSpec((1, 2, plan.heads * plan.K), lambda h, t, *_: (at(t), 0, h)),
+        ),
+        "d_state": (like(d_final), of.memory(at)),
+    }
+    scratch = _backward_scratch(plan)
+    scalars = {"owner": owner, "last": last}
+    grid = (groups, blocks)
+    return _call(backward_kernel, "kda_backward", plan, grid, scalars, inputs, outputs, scratch)
