@@ -103,7 +103,6 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
     )
     plan = sized(plan, H, 1 if cu_seqlens is not None else -(-T // CHUNK))
     plan = dataclasses.replace(plan, masked=plan.masked or T % plan.tokens != 0)
-    heads = plan.heads
     place, owner = _layout(B, T, plan.tokens, cu_seqlens)
 
     def wide(x, width):
@@ -114,23 +113,21 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
 
     gate = wide(gate.reshape(2, H, K), plan.K).reshape(2, -1)
     beta = beta.astype(jnp.float32) if real is None else jnp.where(real[..., None], beta, 0.0)
-    numbers = [place(beta).reshape(-1, CHUNK, H // heads, heads)]
+    marks = None
     if plan.masked:
         live = jnp.ones((B, T), jnp.float32) if real is None else real.astype(jnp.float32)
-        live = place(live[..., None]).reshape(-1, CHUNK)
+        live = place(live[..., None])
         begins = jnp.zeros_like(live)
         if starts is not None:
             begins = jnp.cumsum(place(starts[..., None] * 1.0).reshape(-1, CHUNK), 1)
-        marks = jnp.stack([live, begins], -1)[:, :, None]
-        numbers.append(jnp.broadcast_to(marks, (*numbers[0].shape[:3], 2)))
-    rows = jnp.concatenate(numbers, -1).transpose(2, 0, 3, 1)
+        marks = jnp.concatenate([live, begins.reshape(live.shape)], 1)
     memory = jnp.pad(
         jnp.swapaxes(state.astype(jnp.float32), 2, 3),
         [(0, 0), (0, 0), (0, plan.V - V), (0, plan.K - K)],
     )
     o, final, states = fused(
         plan, tokens(q, plan.K), tokens(k, plan.K), tokens(v, plan.V), tokens(g, plan.K),
-        rows, gate, memory, owner,
+        place(beta), marks, gate, memory, owner,
     )  # fmt: skip
     visited = jnp.zeros(state.shape[0], bool).at[owner].set(True)  # not by empty documents
     final = jnp.where(visited[:, None, None, None], final, memory)

@@ -23,22 +23,23 @@ from k3jax.pallas_kernels.kda.tpu_step import (
     tile,
 )
 
-# When the work on a chunk begins, in chunks after its own time; its pace; and from head to head.
+# When the work on a chunk begins, in chunks after its own time; its pace; and the time from the
+# first head to one past the last.
 TIMES = {
     "numbers": (-0.2, 0.0625, 0.0),
-    "decays": (0.2, 0.0375, 0.27),
-    "keys": (0.0, 0.0375, 0.25),
-    "queries": (0.2, 0.1125, 0.32),
-    "totals": (1.05, 0.04375, 0.25),
-    "rows": (1.25, 0.01, 0.25),
-    "columns": (1.4, 0.02, 0.25),
-    "errors": (1.75, 0.075, 0.25),
+    "decays": (0.2, 0.0375, 1.08),
+    "keys": (0.0, 0.0375, 1.0),
+    "queries": (0.2, 0.1125, 1.28),
+    "totals": (1.05, 0.04375, 1.0),
+    "rows": (1.25, 0.01, 1.0),
+    "columns": (1.4, 0.02, 1.0),
+    "errors": (1.75, 0.075, 1.0),
     "recur": (2.45, 0.2, 0.0),
-    "far": (3.5, 0.01875, 0.25),
-    "near": (3.8, 0.03125, 0.25),
-    "tiles": (4.05, 0.0049, 0.25),
-    "beta": (4.9, 0.08, 0.25),
-    "gate": (4.3, 0.15, 0.25),
+    "far": (3.5, 0.01875, 1.0),
+    "near": (3.8, 0.03125, 1.0),
+    "tiles": (4.05, 0.0049, 1.0),
+    "beta": (4.9, 0.08, 1.0),
+    "gate": (4.3, 0.15, 1.0),
 }
 
 
@@ -55,8 +56,8 @@ def backward_kernel(plan: Plan, *references) -> None:
     work: list[Timed] = []
 
     def add(name: str, c: int, h: int, piece: Piece) -> None:
-        start, pace, apart = TIMES[name]
-        work.append(Timed(start + (plan.chunks - 1 - c) + h * apart, pace, piece))
+        start, pace, spread = TIMES[name]
+        work.append(Timed(start + (plan.chunks - 1 - c) + h / plan.heads * spread, pace, piece))
 
     for c in range(plan.chunks):
         add("numbers", c, 0, step.numbers(c))

@@ -16,6 +16,7 @@ from k3jax.pallas_kernels.kda.tpu_step import CHUNK, TILE, TILES, Plan
 
 LANES = 128
 VMEM_BYTES = 60 * 2**20
+MOST_CHAINS = 32  # a step: the compiler takes longer than in proportion
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
 Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
@@ -25,20 +26,31 @@ def round_up(n: int, unit: int) -> int:
 
 
 def sized(plan: Plan, H: int, count: int) -> Plan:
-    """`plan` with as many heads and chunks a step as fit on the chip, for rows of `count` chunks."""
-    heads = [n for n in (4, 3, 2, 1) if H % n == 0]
-    if _cores() > 1 and heads[0] == H and H % 2 == 0:
-        heads = [n for n in heads if n < H]  # the cores share the head groups
-    for n in heads:
+    """`plan` with as many chunks and heads a step as the backward kernel takes, for `count` chunks."""
+    for heads in _divisors(H, 4):
         for most in (8, 4):
             # The number that pads a row least, and the largest of such.
-            fewest = min(count, 4)
-            chunks = range(min(count, most), fewest - 1, -1)
-            size = min(chunks, key=lambda size: -(-count // size) * size)
-            sized = dataclasses.replace(plan, heads=n, chunks=size)
+            sizes = range(min(count, most), min(count, 4) - 1, -1)
+            size = min(sizes, key=lambda size: -(-count // size) * size)
+            sized = dataclasses.replace(plan, heads=heads, chunks=size)
             if _vmem_bytes(sized) <= VMEM_BYTES:
                 return sized
     return dataclasses.replace(plan, heads=1, chunks=min(count, 2))
+
+
+def _forward_plan(plan: Plan, H: int) -> Plan:
+    """More heads a step than backward, and fewer chunks: the pipeline fills and drains sooner."""
+    chunks = 4 if plan.chunks == 8 else plan.chunks
+    for heads in _divisors(H, 8):
+        wider = dataclasses.replace(plan, heads=heads, chunks=chunks)
+        if len(wider.chains) <= MOST_CHAINS and _vmem_bytes(wider) <= VMEM_BYTES:
+            return wider
+    return dataclasses.replace(plan, chunks=chunks)
+
+
+def _divisors(H: int, most: int) -> list[int]:
+    """Of the number of heads, largest first; both cores of a v5p share the groups of heads."""
+    return [n for n in range(most, 0, -1) if H % n == 0 and (H // n) % min(_cores(), H) == 0] or [1]
 
 
 def _vmem_bytes(plan: Plan) -> int:
@@ -65,33 +77,46 @@ def _cores() -> int:
     return pltpu.get_tpu_info().num_cores
 
 
-# q, k, v, g [tokens, H X]; rows [H / heads, chunks, R, 64]: beta of each head, then, if masked, which
-# tokens are real and how many documents have begun in the chunk; gate [2, H K]: slope and bias of
+# q, k, v, g [tokens, H X]; beta [tokens, H]; marks [tokens, 2], if masked: which tokens are real, and
+# how many documents have begun in the chunk; gate [2, H K]: slope and bias of
 # the gate's exponent; memory [N, H, V, K]; owner [blocks]: the document of each block.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(plan: Plan, q, k, v, g, rows, gate, memory, owner):
-    out = _forward(plan, q, k, v, g, rows, gate, memory, owner)
+def fused(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
+    out = _forward(plan, q, k, v, g, beta, marks, gate, memory, owner)
     return out["o"], out["final"], out.get("states")
 
 
-def _fused_forward(plan, q, k, v, g, rows, gate, memory, owner):
-    out = _forward(dataclasses.replace(plan, save=True), q, k, v, g, rows, gate, memory, owner)
+def _fused_forward(plan, q, k, v, g, beta, marks, gate, memory, owner):
+    out = _forward(
+        dataclasses.replace(plan, save=True), q, k, v, g, beta, marks, gate, memory, owner
+    )
     kept = (out["states"], out["saved_reads"], out.get("saved_inverse"))
     states = out["states"] if plan.snapshots else None
-    return (out["o"], out["final"], states), (q, k, v, g, rows, gate, owner, memory.shape, kept)
+    return (out["o"], out["final"], states), (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        marks,
+        gate,
+        owner,
+        memory.shape,
+        kept,
+    )
 
 
 def _fused_backward(plan, residuals, cotangents):
-    q, k, v, g, rows, gate, owner, shape, (states, reads, inverse) = residuals
+    q, k, v, g, beta, marks, gate, owner, shape, (states, reads, inverse) = residuals
     d_o, d_final, _ = cotangents
-    d = _backward(plan, q, k, v, g, rows, gate, owner, states, reads, inverse, d_o, d_final)
-    d_rows = jnp.zeros_like(rows).at[:, :, : plan.heads].set(d["d_beta"])
+    d = _backward(plan, q, k, v, g, beta, marks, gate, owner, states, reads, inverse, d_o, d_final)
+    d_beta = d["d_beta"].transpose(1, 3, 0, 2).reshape(beta.shape)
     visited = jnp.zeros(shape[0], bool).at[owner].set(True)[:, None, None, None]
     d_memory = jnp.where(visited, d["d_state"], 0.0)
     d_gate = d["d_gate"].sum(0)
-    return d["dq"], d["dk"], d["dv"], d["dg"], d_rows, d_gate, d_memory, None
+    return d["dq"], d["dk"], d["dv"], d["dg"], d_beta, None, d_gate, d_memory, None
 
 
 fused.defvjp(_fused_forward, _fused_backward)
@@ -116,6 +141,15 @@ def _call(kernel, name, plan, grid, scalars, inputs: Inputs, outputs: Outputs, s
         name=name,
     )(*scalars.values(), *(x for x, _ in inputs.values()))
     return dict(zip(outputs, out, strict=True))
+
+
+def _rows(plan: Plan, beta, marks):
+    """[H / heads, chunks, R, 64], a token per lane: beta of each head, then the marks."""
+    numbers = beta.reshape(-1, CHUNK, beta.shape[1] // plan.heads, plan.heads)
+    if marks is not None:
+        marks = jnp.broadcast_to(marks.reshape(-1, CHUNK, 1, 2), (*numbers.shape[:3], 2))
+        numbers = jnp.concatenate([numbers, marks], -1)
+    return numbers.transpose(2, 0, 3, 1)
 
 
 class _Blocks:
@@ -198,11 +232,11 @@ def _backward_scratch(plan: Plan):
     return scratch
 
 
-def _forward(plan: Plan, q, k, v, g, rows, gate, memory, owner):
-    if plan.chunks == 8:  # half as long a block fills and drains the pipeline twice as fast
-        plan, owner = dataclasses.replace(plan, chunks=4), jnp.repeat(owner, 2)
+def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
+    longer, plan = plan.chunks, _forward_plan(plan, beta.shape[1])
+    owner, rows = jnp.repeat(owner, longer // plan.chunks), _rows(plan, beta, marks)
     N, blocks = len(plan.chains), q.shape[0] // plan.tokens
-    H, op, of = q.shape[1] // plan.K, jnp.dtype(plan.dtype), _Blocks(plan)
+    H, op, of = beta.shape[1], jnp.dtype(plan.dtype), _Blocks(plan)
 
     def now(t):
         return jnp.minimum(t, blocks - 1)
@@ -251,9 +285,11 @@ def _forward(plan: Plan, q, k, v, g, rows, gate, memory, owner):
     return _call(forward_kernel, "kda_forward", plan, grid, scalars, inputs, outputs, scratch)
 
 
-def _backward(plan: Plan, q, k, v, g, rows, gate, owner, states, reads, inverse, d_o, d_final):
+def _backward(
+    plan: Plan, q, k, v, g, beta, marks, gate, owner, states, reads, inverse, d_o, d_final
+):
     blocks = q.shape[0] // plan.tokens
-    H, of = q.shape[1] // plan.K, _Blocks(plan)
+    H, of, rows = beta.shape[1], _Blocks(plan), _rows(plan, beta, marks)
 
     def at(t):
         return blocks - 1 - t
@@ -280,14 +316,14 @@ def _backward(plan: Plan, q, k, v, g, rows, gate, owner, states, reads, inverse,
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     groups = H // plan.heads
-    beta = jax.ShapeDtypeStruct((groups, rows.shape[1], plan.heads, CHUNK), jnp.float32)
+    d_beta = jax.ShapeDtypeStruct((groups, rows.shape[1], plan.heads, CHUNK), jnp.float32)
     sums = jax.ShapeDtypeStruct((blocks, *gate.shape), jnp.float32)
     outputs = {
         "dq": (like(q), keys),
         "dk": (like(k), keys),
         "dv": (like(v), values),
         "dg": (like(g), keys),
-        "d_beta": (beta, of.rows(plan.heads, at)),
+        "d_beta": (d_beta, of.rows(plan.heads, at)),
         "d_gate": (
             sums,
             pl.BlockSpec((1, 2, plan.heads * plan.K), lambda h, t, *_: (at(t), 0, h)),

@@ -22,16 +22,17 @@ from k3jax.pallas_kernels.kda.tpu_step import (
     tile,
 )
 
-# When the work on a chunk begins, in chunks after its own time; its pace; and from head to head.
+# When the work on a chunk begins, in chunks after its own time; its pace; and the time from the
+# first head to one past the last.
 TIMES = {
     "numbers": (-0.5, 0.1, 0.0),
-    "decays": (0.0, 0.1, 0.08),
-    "keys": (-0.05, 0.07, 0.22),
-    "queries": (0.3, 0.0875, 0.13),
-    "totals": (0.75, 0.0105, 0.13),
-    "rows": (0.79, 0.016, 0.15),
-    "columns": (0.91, 0.008, 0.15),
-    "scores": (1.6, 0.016, 0.04),
+    "decays": (0.0, 0.1, 0.32),
+    "keys": (-0.05, 0.07, 0.88),
+    "queries": (0.3, 0.0875, 0.52),
+    "totals": (0.75, 0.0105, 0.52),
+    "rows": (0.79, 0.016, 0.6),
+    "columns": (0.91, 0.008, 0.6),
+    "scores": (1.6, 0.016, 0.16),
     "substitute": (2.25, 0.032, 0.0),
     "merge tiles": (3.25, 0.075, 0.0),
     "merge": (3.5, 0.23436, 0.0),
@@ -58,8 +59,8 @@ def forward_kernel(plan: Plan, *references) -> None:
     work: list[Timed] = []
 
     def add(name: str, c: int, h: int, piece: Piece) -> None:
-        start, pace, apart = TIMES[name]
-        start += c + h * apart
+        start, pace, spread = TIMES[name]
+        start += c + h / plan.heads * spread
         if start >= plan.chunks >= PIPELINED:
             start -= plan.chunks
         work.append(Timed(start, pace, piece))
