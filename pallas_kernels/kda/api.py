@@ -1,5 +1,7 @@
 """The KDA op: one entry point, checked arguments, several backends behind it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -41,6 +43,17 @@ def _gates_first(run):
         return run(q, k, v, g, beta, state, real, starts, cu_seqlens, cfg)
 
     return from_logits
+
+
+def _promised(backend: dispatch.Backend) -> dispatch.Backend:
+    """A backend that wants a bound of g, where g is 0 throughout and keeps any."""
+    run, unsupported = backend
+
+    def bounded(arguments):
+        *arrays, cfg = arguments
+        return *arrays, dataclasses.replace(cfg, g_min=-1.0)
+
+    return lambda *args: run(*bounded(args)), lambda *args: unsupported(*bounded(args))
 
 
 BACKENDS: dict[str, dispatch.Backend] = {
@@ -114,8 +127,6 @@ def kda(
     Cost: O(T (C (K + V) + K V)) per head; one [K V] state per `checkpoint_every` chunks is kept for
         the backward pass.
     """
-    if g is None:
-        g_min = -1.0  # no decay keeps every promise, and the TPU kernels want one
     cfg = make_config(chunk_size, checkpoint_every, snapshot_every, erase, g_min, plain_autodiff)
     per_head = g is not None and g.ndim == 3
     B, T, HV = v.shape[:3]
@@ -127,12 +138,14 @@ def kda(
 
     q, k = _per_value_head(q, v), _per_value_head(k, v)
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    backends = BACKENDS
     if g is None:
         g = jnp.zeros_like(k, wide)
+        backends = BACKENDS | {"pallas_tpu": _promised(BACKENDS["pallas_tpu"])}
     elif per_head:
         g = jnp.broadcast_to(g[..., None], k.shape)
     arrays = q, k, v, g.astype(wide), beta
-    return _run(BACKENDS, backend, arrays, (), state, segment_ids, cu_seqlens, cfg)
+    return _run(backends, backend, arrays, (), state, segment_ids, cu_seqlens, cfg)
 
 
 def kda_from_logits(

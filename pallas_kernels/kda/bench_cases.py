@@ -232,7 +232,7 @@ def errors(backend: str, dtype: str) -> dict[str, dict[str, float]]:
 
     Returns: by implementation (ours and, where it can be imported, the peer in plain JAX), by array.
     """
-    problem = Problem(T=3 * CHUNK, H=2, dtype=dtype)  # the peer takes whole chunks only
+    problem = Problem(T=3 * CHUNK, H=4, dtype=dtype)  # the peer takes whole chunks only
     args = problem.values()
     args = (jnp.asarray(np.random.default_rng(1).standard_normal(args[2].shape), dtype), *args)
 

@@ -254,8 +254,6 @@ def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
         "gate": (gate, of.gate()),
         "state": (memory, of.memory(late)),
     }
-    if plan.masked:
-        inputs["late_rows"] = (rows, of.rows(rows.shape[2], late))
     outputs = {
         "o": (jax.ShapeDtypeStruct(v.shape, v.dtype), of.tokens(plan.V, late)),
         "final": (jax.ShapeDtypeStruct(memory.shape, jnp.float32), of.memory(late)),
@@ -275,6 +273,8 @@ def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
         if plan.erase:
             outputs["saved_inverse"] = square
     scratch = {"memory": ((plan.heads, plan.V, plan.K), jnp.float32), **_operands(plan)}
+    if plan.masked:
+        scratch["late_live"] = scratch["live"]  # of the block that meets the memory
     scratch["reads"] = ((N, CHUNK, CHUNK), op)
     if plan.erase:
         scratch["L"] = ((N, CHUNK, CHUNK), jnp.float32)

@@ -217,7 +217,7 @@ def _recur(step: Step, a, c, h) -> Piece:
     yield
     e = refs.v[step.values(c, h)].astype(jnp.float32)
     if plan.masked:
-        e = jnp.where(refs.late_rows[0, c].T[:, plan.heads : plan.heads + 1] > 0, e, 0.0)
+        e = jnp.where(refs.late_live[c, :, : plan.V] > 0, e, 0.0)
     if plan.erase:
         error = (e - read[CHUNK:]).astype(op)
         yield

@@ -190,6 +190,8 @@ class Step:
         if plan.masked:
             live, starts = (x[:, n : n + 1] for n in (plan.heads, plan.heads + 1))
             last = starts[CHUNK - 1 :]
+            if hasattr(refs, "late_live"):
+                refs.late_live[c] = refs.live[c]
             refs.live[c] = jnp.broadcast_to(live, wide)
             yield
             refs.enters[c] = jnp.broadcast_to(jnp.where(starts == 0, 1.0, 0.0), wide)
