@@ -114,18 +114,19 @@ def kda(
             16; chunks then have the largest size up to `chunk_size` that divides it.
         plain_autodiff: without the custom derivative rule: slower and larger, but forward mode
             (jvp, Hessian-vector products) works.
-        backend: `chunked` or `reference` (token by token, slow) must run; None takes the first
-            that can, which is never the reference. `dispatch.used("kda")` tells which ran.
+        backend: `pallas_tpu`, `chunked` or `reference` (token by token, slow) must run; None takes
+            the first that can, which is never the reference. `dispatch.used("kda")` tells which ran.
         validate: also check values (not only shapes). Inside jit the error surfaces when it runs.
         beta_max: largest write strength that `validate` accepts.
 
     Returns: outputs [B, T, HV, V] in v's dtype; the memory after the last real token
-        [N, HV, K, V] in float32; with `snapshot_every` also [B, T // snapshot_every, HV, K, V].
+        [N, HV, K, V] in float32 (float64 for float64 inputs); with `snapshot_every` also
+        [B, T // snapshot_every, HV, K, V].
     Raises: ValueError, naming the argument and its value, for shapes or values outside the above.
     Numerics: g, its sums, the triangular solve and S are float32; with bfloat16 q, most operands of
         the other matmuls are bfloat16 and accumulate in float32.
     Cost: O(T (C (K + V) + K V)) per head; one [K V] state per `checkpoint_every` chunks is kept for
-        the backward pass.
+        the backward pass; on a TPU also two [C C] matrices in q's dtype.
     """
     cfg = make_config(chunk_size, checkpoint_every, snapshot_every, erase, g_min, plain_autodiff)
     per_head = g is not None and g.ndim == 3
@@ -184,7 +185,8 @@ def kda_from_logits(
         g_min: lower bound of the gate, nats per token, below 0; None for the softplus gate.
         v, beta, and the rest: as in `kda`.
 
-    Numerics: norm and gate in float32; the normalised q and k return to their dtype.
+    Numerics: norm and gate in float32; the normalised q and k return to their dtype, or stay
+        float32 inside a kernel.
     """
     cfg = make_config(chunk_size, checkpoint_every, snapshot_every, erase, g_min, plain_autodiff)
     B, T, HV = v.shape[:3]
@@ -278,7 +280,7 @@ def _run(backends, backend, arrays, gate, state, segment_ids, cu_seqlens, cfg):
             B, T, HV, K = q.shape
             snapshots = jnp.zeros((B, T // cfg.snapshot_every, HV, K, v.shape[3]), wide)
     else:
-        run = dispatch.choose("kda", backends, backend, q, k, v, cfg)
+        run = dispatch.choose("kda", backends, backend, q, k, v, cu_seqlens, cfg)
         o, state, snapshots = run(q, k, v, decay, beta, *gate, state, real, starts, cu_seqlens, cfg)
     return (o.astype(v.dtype), state) + (() if snapshots is None else (snapshots,))
 

@@ -19,10 +19,13 @@ from k3jax.pallas_kernels.kda.tpu_step import CHUNK, LOG2E, Plan
 LOWEST_G = -5.0  # nats per token whose sum over a tile of 16 stays inside float32
 
 
-def unsupported(q, k, v, cfg: Config) -> str | None:
+def unsupported(q, k, v, cu_seqlens, cfg: Config) -> str | None:
     """Why the kernels cannot run a call, or None."""
+    kept = cfg.checkpoint_every * CHUNK
     if q.dtype not in (jnp.bfloat16, jnp.float32) or k.dtype != q.dtype:
         return f"q is {q.dtype} and k {k.dtype}; needs bfloat16 or float32 for both"
+    if v.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"v is {v.dtype}; needs bfloat16 or float32"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"K = {q.shape[-1]} and V = {v.shape[-1]}; at most 256 fit"
     if cfg.g_min is None or cfg.g_min < LOWEST_G:
@@ -31,6 +34,15 @@ def unsupported(q, k, v, cfg: Config) -> str | None:
         return f"chunk_size = {cfg.chunk_size}; works in chunks of {CHUNK}"
     if cfg.plain_autodiff:
         return "plain_autodiff; a kernel has no derivative but its own"
+    if cfg.checkpoint_every > 1 and cu_seqlens is not None:
+        return (
+            f"checkpoint_every = {cfg.checkpoint_every} with cu_seqlens; keeps every memory there"
+        )
+    if cfg.checkpoint_every > 1 and cfg.snapshot_every and kept % cfg.snapshot_every:
+        return (
+            f"snapshot_every = {cfg.snapshot_every} does not divide the {kept} tokens from one kept "
+            "memory to the next"
+        )
     return None
 
 
@@ -79,11 +91,7 @@ def from_logits(
 
 
 def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
-    if (
-        cfg.checkpoint_every > 1
-        and cu_seqlens is None
-        and q.shape[1] > cfg.checkpoint_every * CHUNK
-    ):
+    if 1 < cfg.checkpoint_every < -(-q.shape[1] // CHUNK):
         return _in_segments(q, k, v, g, beta, gate, state, marks, cfg, q_scale)
     B, T, H, K = q.shape
     V = v.shape[-1]
@@ -95,14 +103,15 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
         V=round_up(V, LANES),
         dtype=str(q.dtype),
         gate=None if q_scale is None else "bounded",
-        g_min=cfg.g_min or LOWEST_G,
+        g_min=cfg.g_min,
         q_scale=q_scale,
         erase=cfg.erase,
         masked=real is not None or cu_seqlens is not None or T % CHUNK != 0,
         snapshots=cfg.snapshot_every is not None,
     )
     plan = sized(plan, H, 1 if cu_seqlens is not None else -(-T // CHUNK))
-    plan = dataclasses.replace(plan, masked=plan.masked or T % plan.tokens != 0)
+    if T % plan.tokens:
+        plan = dataclasses.replace(plan, masked=True)
     place, owner = _layout(B, T, plan.tokens, cu_seqlens)
 
     def wide(x, width):
@@ -137,19 +146,14 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
         # The memory that enters a chunk; the last one of a row is the memory that leaves it.
         entering = states.reshape(B, -1, *states.shape[1:])
         after = cfg.snapshot_every // CHUNK * jnp.arange(1, T // cfg.snapshot_every + 1)
-        padded = jnp.concatenate([entering, final[:, None]], 1)[:, after, :, :V, :K]
-        snapshots = jax.lax.stop_gradient(jnp.swapaxes(padded, 3, 4))
+        memories = jnp.concatenate([entering, final[:, None]], 1)
+        snapshots = jnp.swapaxes(memories[:, after, :, :V, :K], 3, 4)
     return o, jnp.swapaxes(final[:, :, :V, :K], 2, 3), snapshots
 
 
 def _in_segments(q, k, v, g, beta, gate, state, marks, cfg, q_scale):
     """One segment after the other; the backward pass runs each again from the memory kept for it."""
     T, size = q.shape[1], cfg.checkpoint_every * CHUNK
-    if cfg.snapshot_every and size % cfg.snapshot_every:
-        raise ValueError(
-            f"checkpoint_every={cfg.checkpoint_every} chunks are no multiple of "
-            f"snapshot_every={cfg.snapshot_every} tokens"
-        )
     whole = T // size * size
 
     def cut(x):
@@ -195,20 +199,21 @@ def _scan_segments_forward(static, segments, gate, state, marks):
 
 def _scan_segments_backward(static, residuals, cotangents):
     segments, gate, entering, marks = residuals
-    d_o, d_state, _ = cotangents
+    d_o, d_state, d_snapshots = cotangents
 
     def body(carry, xs):
-        arrays, state, marks, d_o = xs
+        arrays, state, marks, d_o, d_snapshots = xs
 
         def run(arrays, gate, state):
-            return _segment(static, arrays, gate, state, marks)[:2]
+            return _segment(static, arrays, gate, state, marks)
 
-        d_arrays, d_gate, d_state = jax.vjp(run, arrays, gate, state)[1]((d_o, carry[1]))
+        pull = jax.vjp(run, arrays, gate, state)[1]
+        d_arrays, d_gate, d_state = pull((d_o, carry[1], d_snapshots))
         return (carry[0] + d_gate, d_state), d_arrays
 
     start = (jnp.zeros_like(gate), d_state)
     (d_gate, d_state), d_segments = jax.lax.scan(
-        body, start, (segments, entering, marks, d_o), reverse=True
+        body, start, (segments, entering, marks, d_o, d_snapshots), reverse=True
     )
     return d_segments, d_gate, d_state, None
 

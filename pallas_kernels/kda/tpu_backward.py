@@ -78,7 +78,7 @@ def backward_kernel(plan: Plan, *references) -> None:
         for I in range(TILES):
             add("rows", c, h, step.rows(a, c, h, I))
             add("columns", c, h, step.columns(a, c, h, I))
-            add("tiles", c, h, step.tile(a, c, h, I))
+            add("tiles", c, h, step.through_tile(a, c, h, I))
     emit(work)
     refs.d_state[0] = refs.d_memory[...]
     for h in range(plan.heads):
@@ -92,7 +92,7 @@ class _BackwardStep(Step):
         i, j = iota((CHUNK, 2 * CHUNK), 0), iota((CHUNK, 2 * CHUNK), 1) % CHUNK
         self.from_row = jnp.where(i <= j, 1.0, 0.0).astype(self.op)  # to the end of the chunk
         self.before_row = jnp.where(i > j, 1.0, 0.0).astype(self.op)
-        self.ones = jnp.ones((TILE, max(plan.K, plan.V)), self.op)
+        self.ones = jnp.ones((TILE, plan.K), self.op)
         self.d_gate = {}  # of a head
         self.n_rows = (2 if plan.erase else 1) * CHUNK  # of q, then of k if erasing
 
@@ -128,7 +128,8 @@ class _BackwardStep(Step):
         wanted = dot(refs.d_rows_v[a, rows], refs.far_rows[a, rows], "tn")
         refs.dv[self.values(c, h)] = self.live(d_errors, c).astype(refs.dv.dtype)
         yield
-        refs.d_memory[h] = refs.d_memory[h] * refs.through[a] + wanted
+        entering = refs.d_memory[h] * refs.through[a] + wanted
+        refs.d_memory[h] = entering + refs.d_states[c, h] if plan.snapshots else entering
         yield
 
     # Gradients of a chain's inputs, given those of its rows' values and of the leaving memory.
@@ -174,7 +175,7 @@ class _BackwardStep(Step):
             refs.d_near_columns[a, tile(I)] = x[TILE * I :]
             yield
 
-    def tile(self, a, c, h, J: int) -> Piece:
+    def through_tile(self, a, c, h, J: int) -> Piece:
         """Of one tile, gradients of q, k and the sums of g, and what is summed to that of beta."""
         plan, refs, op = self.plan, self.refs, self.op
         t, k_rows = tile(J), slice(CHUNK + TILE * J, CHUNK + TILE * (J + 1))
@@ -252,7 +253,7 @@ class _BackwardStep(Step):
 
     def beta_gradient(self, a, c, h) -> Piece:
         """The sum over channels by a matmul, which leaves tokens along the lanes."""
-        d_beta = dot(self.ones[:, : self.plan.K], self.refs.written[a], "nt")
+        d_beta = dot(self.ones, self.refs.written[a], "nt")
         yield
         self.refs.d_beta[0, c, h : h + 1] = d_beta[:1]
         yield

@@ -15,7 +15,8 @@ from k3jax.pallas_kernels.kda.tpu_forward import forward_kernel
 from k3jax.pallas_kernels.kda.tpu_step import CHUNK, TILE, TILES, Plan
 
 LANES = 128
-VMEM_BYTES = 60 * 2**20
+VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
+SPILLS = 8 * 2**20  # of them, for what the compiler puts there
 MOST_CHAINS = 32  # a step: the compiler takes longer than in proportion
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
 Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
@@ -33,7 +34,7 @@ def sized(plan: Plan, H: int, count: int) -> Plan:
             sizes = range(min(count, most), min(count, 4) - 1, -1)
             size = min(sizes, key=lambda size: -(-count // size) * size)
             sized = dataclasses.replace(plan, heads=heads, chunks=size)
-            if _vmem_bytes(sized) <= VMEM_BYTES:
+            if _vmem_bytes(sized) <= VMEM_BYTES - SPILLS:
                 return sized
     return dataclasses.replace(plan, heads=1, chunks=min(count, 2))
 
@@ -43,7 +44,7 @@ def _forward_plan(plan: Plan, H: int) -> Plan:
     chunks = 4 if plan.chunks == 8 else plan.chunks
     for heads in _divisors(H, 8):
         wider = dataclasses.replace(plan, heads=heads, chunks=chunks)
-        if len(wider.chains) <= MOST_CHAINS and _vmem_bytes(wider) <= VMEM_BYTES:
+        if len(wider.chains) <= MOST_CHAINS and _vmem_bytes(wider) <= VMEM_BYTES - SPILLS:
             return wider
     return dataclasses.replace(plan, chunks=chunks)
 
@@ -61,9 +62,12 @@ def _vmem_bytes(plan: Plan) -> int:
         *lead, rows, lanes = shape
         return math.prod(lead) * round_up(rows, 32 // itemsize) * round_up(lanes, LANES) * itemsize
 
-    wide = plan.tokens * plan.heads * (6 * plan.K + 3 * plan.V)
-    kept = len(plan.chains) * (plan.V * plan.K + 2 * CHUNK * LANES)
-    blocks = (wide + kept) * jnp.dtype(plan.dtype).itemsize
+    plan = dataclasses.replace(plan, masked=True)  # the size of a step may bring padding
+    tokens = plan.tokens * plan.heads * (6 * plan.K + 3 * plan.V)
+    squares = len(plan.chains) * 2 * CHUNK * LANES
+    states = len(plan.chains) * plan.V * plan.K
+    blocks = (tokens + squares) * jnp.dtype(plan.dtype).itemsize
+    blocks += states * (8 if plan.snapshots else jnp.dtype(plan.dtype).itemsize)
     memories = 4 * plan.heads * plan.V * plan.K * 2
     scratch = sum(size(shape, dtype) for shape, dtype in _backward_scratch(plan).values())
     return scratch + 2 * (blocks + memories)
@@ -79,7 +83,8 @@ def _cores() -> int:
 
 # q, k, v, g [tokens, H X]; beta [tokens, H]; marks [tokens, 2], if masked: which tokens are real, and
 # how many documents have begun in the chunk; gate [2, H K]: slope and bias of
-# the gate's exponent; memory [N, H, V, K]; owner [blocks]: the document of each block.
+# the gate's exponent; memory [N, H, V, K]; owner [blocks]: the document of each block. q, k, v and g
+# as they come, the rest float32.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -94,24 +99,14 @@ def _fused_forward(plan, q, k, v, g, beta, marks, gate, memory, owner):
     )
     kept = (out["states"], out["saved_reads"], out.get("saved_inverse"))
     states = out["states"] if plan.snapshots else None
-    return (out["o"], out["final"], states), (
-        q,
-        k,
-        v,
-        g,
-        beta,
-        marks,
-        gate,
-        owner,
-        memory.shape,
-        kept,
-    )
+    inputs = (q, k, v, g, beta, marks, gate, owner)
+    return (out["o"], out["final"], states), (inputs, memory.shape, kept)
 
 
 def _fused_backward(plan, residuals, cotangents):
-    q, k, v, g, beta, marks, gate, owner, shape, (states, reads, inverse) = residuals
-    d_o, d_final, _ = cotangents
-    d = _backward(plan, q, k, v, g, beta, marks, gate, owner, states, reads, inverse, d_o, d_final)
+    inputs, shape, kept = residuals
+    beta, owner = inputs[4], inputs[-1]
+    d = _backward(plan, *inputs, *kept, *cotangents)
     d_beta = d["d_beta"].transpose(1, 3, 0, 2).reshape(beta.shape)
     visited = jnp.zeros(shape[0], bool).at[owner].set(True)[:, None, None, None]
     d_memory = jnp.where(visited, d["d_state"], 0.0)
@@ -179,7 +174,7 @@ class _Blocks:
 
 
 def _operands(plan: Plan):
-    """Scratch of both kernels: what `_Step` makes of the inputs of every chain."""
+    """Scratch of both kernels: what `Step` makes of the inputs of every chain."""
     N, K, op = len(plan.chains), plan.K, jnp.dtype(plan.dtype)
     scratch = {
         "sums": ((N, CHUNK, K), jnp.float32),
@@ -286,7 +281,7 @@ def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
 
 
 def _backward(
-    plan: Plan, q, k, v, g, beta, marks, gate, owner, states, reads, inverse, d_o, d_final
+    plan: Plan, q, k, v, g, beta, marks, gate, owner, states, reads, inverse, d_o, d_final, d_states
 ):
     blocks = q.shape[0] // plan.tokens
     H, of, rows = beta.shape[1], _Blocks(plan), _rows(plan, beta, marks)
@@ -311,6 +306,8 @@ def _backward(
     }
     if plan.erase:
         inputs["inverse"] = (inverse, square)
+    if plan.snapshots:
+        inputs["d_states"] = (d_states, of.chunks((plan.V, plan.K), at))
 
     def like(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -96,7 +96,7 @@ def forward_kernel(plan: Plan, *references) -> None:
 
 
 def _scores(step: Step, a, c, h) -> Piece:
-    """refs.reads = tril(q+ kc-^T), and L = strictly lower k+ kc-^T in the forms that the inverse needs."""
+    """refs.reads = tril(q+ kc-^T), and L = strictly lower k+ kc-^T."""
     plan, refs = step.plan, step.refs
     products = []
     for I in range(TILES):
@@ -117,7 +117,7 @@ def _scores(step: Step, a, c, h) -> Piece:
 
 
 def _substitute(step: Step, pairs: list[tuple[int, int]]) -> Piece:
-    """refs.L[:, :16] = the inverses of a chain's four diagonal blocks, 16 tokens each.
+    """refs.blocks = the inverses of a chain's four diagonal blocks, 16 tokens each, side by side.
 
     They lie side by side, two chains fill the 128 lanes, and forward substitution runs on all of
     them at once, in float32 on the vector unit.
@@ -155,7 +155,11 @@ def _side_by_side(L):
 
 
 def _merge_tiles(step: Step, pair: tuple[int, int]) -> Piece:
-    """From 16 tokens to 32: A_21 = -A_22 L_21 A_11 (architecture.md 5.5, option b), two chains at once."""
+    """From 16 tokens to 32: A_21 = -A_22 L_21 A_11 (architecture.md 5.5, option b), two chains at once.
+
+    The inverses of a chain's two blocks replace the first 32 rows of refs.L, which are read before;
+    `_merge` needs its last 32. A NaN at a real token reaches the partner: lanes are shared.
+    """
     plan, refs = step.plan, step.refs
     lane = iota((TILE, 128), 1)
     even = lane // TILE % 2 == 0

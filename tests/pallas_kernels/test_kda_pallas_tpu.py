@@ -143,8 +143,9 @@ def test_causal_to_the_bit_and_repeatable():
 def test_documents_and_padding_of_nan():
     """KF-011, KF-048: packed rows equal the recurrence, whatever lies at padding."""
     ids = [(1, 30), (2, 20), (0, 14), (3, 1), (4, 80), (5, 40), (0, 15)]
+    ids += [(6, 130), (0, 7), (7, 200), (8, 63)]
     ids = np.concatenate([np.full(n, i, np.int32) for i, n in ids])[None]
-    inputs = make_inputs(T, ("mild",), seed=2, heads=3, K=64, V=40)
+    inputs = make_inputs(BLOCKS, ("mild",), seed=2, heads=3, K=64, V=40)
     poisoned = dict(inputs)
     for name in ("q", "k", "v", "g", "beta"):
         real = ids.reshape(*ids.shape, *[1] * (inputs[name].ndim - 2)) > 0
@@ -168,9 +169,10 @@ def test_without_erasing_and_with_snapshots():
     compare(run(inputs, **settings), oracle(inputs, **settings))
 
 
-def test_a_memory_kept_for_every_second_chunk():
+def test_a_memory_kept_for_every_second_chunk_and_snapshots():
     inputs = make_inputs(T, ("mild", "slow_correlated_keys"), seed=5, heads=1)
-    compare(run(inputs, checkpoint_every=2), oracle(inputs))
+    settings = {"checkpoint_every": 2, "snapshot_every": 64}
+    compare(run(inputs, **settings), oracle(inputs, snapshot_every=64))
 
 
 @pytest.mark.parametrize(
@@ -183,14 +185,19 @@ def test_a_memory_kept_for_every_second_chunk():
         ({"K": 257}, "K = 257"),
         ({"V": 300}, "V = 300"),
         ({"dtype": "float16"}, "float16"),
+        ({"checkpoint_every": 3}, "checkpoint_every = 3 with cu_seqlens"),
+        ({"checkpoint_every": 2, "snapshot_every": 192}, "snapshot_every = 192"),
     ],
 )
 def test_kf_024_what_the_kernels_decline(change, reason):
     """A call that they cannot run is declined with the reason, never run wrongly."""
     shape = {"K": 128, "V": 128, "dtype": "float32"} | change
-    settings = {name: x for name, x in ({"g_min": -5.0} | change).items() if name not in "KVdtype"}
+    settings = {
+        name: x for name, x in ({"g_min": -5.0} | change).items() if name not in ("K", "V", "dtype")
+    }
     q = jax.ShapeDtypeStruct((1, 64, 1, shape["K"]), shape["dtype"])
     v = jax.ShapeDtypeStruct((1, 64, 1, shape["V"]), shape["dtype"])
-    assert reason in unsupported(q, q, v, Config(**settings))
+    offsets = jax.ShapeDtypeStruct((3,), "int32") if change.get("checkpoint_every") == 3 else None
+    assert reason in unsupported(q, q, v, offsets, Config(**settings))
     fine = jax.ShapeDtypeStruct((1, 64, 1, 128), "float32")
-    assert unsupported(fine, fine, fine, Config(g_min=-5.0)) is None
+    assert unsupported(fine, fine, fine, None, Config(g_min=-5.0)) is None
