@@ -200,6 +200,19 @@ def _operands(plan: Plan):
     return scratch
 
 
+def _forward_scratch(plan: Plan):
+    N, op = len(plan.chains), jnp.dtype(plan.dtype)
+    scratch = {"memory": ((plan.heads, plan.V, plan.K), jnp.float32), **_operands(plan)}
+    if plan.masked:
+        scratch["late_live"] = scratch["live"]  # of the block that meets the memory
+    scratch["reads"] = ((N, CHUNK, CHUNK), op)
+    if plan.erase:
+        scratch["L"] = ((N, CHUNK, CHUNK), jnp.float32)
+        scratch["blocks"] = ((N, TILE, CHUNK), jnp.float32)
+        scratch["inverse"] = ((N, CHUNK, CHUNK), op)
+    return scratch
+
+
 def _backward_scratch(plan: Plan):
     N, op = len(plan.chains), jnp.dtype(plan.dtype)
     scratch = {
@@ -230,7 +243,7 @@ def _backward_scratch(plan: Plan):
 def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
     longer, plan = plan.chunks, _forward_plan(plan, beta.shape[1])
     owner, rows = jnp.repeat(owner, longer // plan.chunks), _rows(plan, beta, marks)
-    N, blocks = len(plan.chains), q.shape[0] // plan.tokens
+    blocks = q.shape[0] // plan.tokens
     H, op, of = beta.shape[1], jnp.dtype(plan.dtype), _Blocks(plan)
 
     def now(t):
@@ -267,14 +280,7 @@ def _forward(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
         outputs["saved_reads"] = square
         if plan.erase:
             outputs["saved_inverse"] = square
-    scratch = {"memory": ((plan.heads, plan.V, plan.K), jnp.float32), **_operands(plan)}
-    if plan.masked:
-        scratch["late_live"] = scratch["live"]  # of the block that meets the memory
-    scratch["reads"] = ((N, CHUNK, CHUNK), op)
-    if plan.erase:
-        scratch["L"] = ((N, CHUNK, CHUNK), jnp.float32)
-        scratch["blocks"] = ((N, TILE, CHUNK), jnp.float32)
-        scratch["inverse"] = ((N, CHUNK, CHUNK), op)
+    scratch = _forward_scratch(plan)
     grid = (H // plan.heads, blocks + 1)
     scalars = {"owner": owner, "first": first}
     return _call(forward_kernel, "kda_forward", plan, grid, scalars, inputs, outputs, scratch)
