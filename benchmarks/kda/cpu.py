@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.pallas_kernels.kda import kda, kda_from_logits
+from k3jax.pallas_kernels.kda.bench_cases import G_MIN, tokamax
 from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_query
 
-G_MIN = -5.0
 SHAPES = ((1, 2048, 4, 128), (8, 256, 4, 32))  # B, T, H, K = V; the second is that of `nano`
 
 
@@ -65,28 +65,14 @@ def recurrence(q, k, v, z, beta, A_log, dt_bias):
     return kda_from_logits(q, k, v, z, beta, A_log, dt_bias, g_min=G_MIN, backend="reference")[0]
 
 
-def peer(q, k, v, z, beta, A_log, dt_bias):
-    """tokamax's operator; heads come first."""
-    from tokamax._src.ops.kda import api
-
-    return api.kimi_delta_attention(
-        *(q, k, v, z, beta),
-        a_log=A_log,
-        delta_time_bias=dt_bias.reshape(-1),
-        use_qk_l2norm=True,
-        use_gate_in_kernel=True,
-        lower_bound=G_MIN,
-        implementation="xla_chunked",
-    )[0]
-
-
 def programs(args: tuple[jax.Array, ...]) -> list[Program]:
     found = [Program(f"chunked, C = {C}", ours(C), args) for C in (16, 32, 64, 128)]
     found.append(Program("chunked, C = 64, no g_min", ours_without_promise, args))
     found.append(Program("reference", recurrence, args))
     if importlib.util.find_spec("tokamax"):
         heads_first = tuple(jnp.moveaxis(x, 2, 0) for x in args[:5])
-        found.append(Program("tokamax xla_chunked", peer, (*heads_first, *args[5:])))
+        turned = (*heads_first, args[5], args[6].reshape(-1))
+        found.append(Program("tokamax xla_chunked", tokamax("xla_chunked"), turned))
     return found
 
 

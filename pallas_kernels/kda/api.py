@@ -15,18 +15,20 @@ from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_qu
 OPEN = -1e30
 
 
-def _neutral_padding(run):
+def _neutral_padding(run, no_decay):
     """A backend that may see anything at padding, of one that takes every token for real.
 
     Padding becomes the identity: no decay, no write, a read of nothing. A select, because the
     content there may be anything, NaN included.
     """
 
-    def masked(q, k, v, g, beta, state, real, starts, cu_seqlens, cfg):
+    def masked(q, k, v, decay, beta, *others):
+        *gate_and_state, real, starts, cu_seqlens, cfg = others
         if real is not None:
-            q, k, v, g = (jnp.where(real[..., None, None], x, 0) for x in (q, k, v, g))
+            q, k, v = (jnp.where(real[..., None, None], x, 0) for x in (q, k, v))
+            decay = jnp.where(real[..., None, None], decay, no_decay)
             beta = jnp.where(real[..., None], beta, 0)
-        return run(q, k, v, g, beta, state, starts, cu_seqlens, cfg)
+        return run(q, k, v, decay, beta, *gate_and_state, starts, cu_seqlens, cfg)
 
     return masked
 
@@ -34,13 +36,10 @@ def _neutral_padding(run):
 def _gates_first(run):
     """A backend of `kda` as one of `kda_from_logits`."""
 
-    def from_logits(q, k, v, z, beta, A_log, dt_bias, state, real, starts, cu_seqlens, cfg):
-        if real is not None:
-            q, k = (jnp.where(real[..., None, None], x, 0) for x in (q, k))
-            z = jnp.where(real[..., None, None], z, OPEN)
+    def from_logits(q, k, v, z, beta, A_log, dt_bias, state, starts, cu_seqlens, cfg):
         g = log_decay(z.astype(state.dtype) + dt_bias, A_log, cfg.g_min)
         q, k = normalize_query(q), l2_normalize(k)
-        return run(q, k, v, g, beta, state, real, starts, cu_seqlens, cfg)
+        return run(q, k, v, g, beta, state, starts, cu_seqlens, cfg)
 
     return from_logits
 
@@ -58,12 +57,14 @@ def _promised(backend: dispatch.Backend) -> dispatch.Backend:
 
 BACKENDS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
-    "chunked": (_neutral_padding(chunked.chunked), dispatch.always),
-    "reference": (_neutral_padding(reference.recurrent), dispatch.always),
+    "chunked": (_neutral_padding(chunked.chunked, 0.0), dispatch.always),
+    "reference": (_neutral_padding(reference.recurrent, 0.0), dispatch.always),
 }
 FROM_LOGITS: dict[str, dispatch.Backend] = {
-    name: (_gates_first(run), unsupported) for name, (run, unsupported) in BACKENDS.items()
-} | {"pallas_tpu": (pallas_tpu.from_logits, pallas_tpu.unsupported)}
+    "pallas_tpu": (pallas_tpu.from_logits, pallas_tpu.unsupported),
+    "chunked": (_neutral_padding(_gates_first(chunked.chunked), OPEN), dispatch.always),
+    "reference": (_neutral_padding(_gates_first(reference.recurrent), OPEN), dispatch.always),
+}
 
 
 def kda(

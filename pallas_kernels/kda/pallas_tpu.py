@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels.kda.config import Config
-from k3jax.pallas_kernels.kda.tpu_calls import LANES, fused, round_up, sized
+from k3jax.pallas_kernels.kda.tpu_calls import LANES, fused, round_up, sized, visited
 from k3jax.pallas_kernels.kda.tpu_step import CHUNK, LOG2E, Plan
 
 LOWEST_G = -5.0  # nats per token whose sum over a tile of 16 stays inside float32
@@ -138,8 +138,7 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
         plan, tokens(q, plan.K), tokens(k, plan.K), tokens(v, plan.V), tokens(g, plan.K),
         place(beta), marks, gate, memory, owner,
     )  # fmt: skip
-    visited = jnp.zeros(state.shape[0], bool).at[owner].set(True)  # not by empty documents
-    final = jnp.where(visited[:, None, None, None], final, memory)
+    final = jnp.where(visited(owner, state.shape[0]), final, memory)
     o = place.back(o).reshape(B, T, H, plan.V)[..., :V]
     snapshots = None
     if cfg.snapshot_every:

@@ -17,6 +17,7 @@ from k3jax.pallas_kernels.kda.tpu_step import (
     Timed,
     between,
     dot,
+    earlier,
     emit,
     fine_sums,
     iota,
@@ -170,8 +171,7 @@ class _BackwardStep(Step):
             yield
             x = dot(d_tile, refs.near_rows[a, rows], "tn")
             if I:
-                earlier = slice(between(I, 0).start, between(I, I - 1).stop)
-                refs.d_between[a, earlier] = x[: TILE * I]
+                refs.d_between[a, earlier(I)] = x[: TILE * I]
             refs.d_near_columns[a, tile(I)] = x[TILE * I :]
             yield
 

@@ -32,9 +32,9 @@ def sized(plan: Plan, H: int, count: int) -> Plan:
         for most in (8, 4):
             # The number that pads a row least, and the largest of such.
             sizes = range(min(count, most), min(count, 4) - 1, -1)
-            size = min(sizes, key=lambda size: -(-count // size) * size)
+            size = min(sizes, key=lambda size: round_up(count, size))
             sized = dataclasses.replace(plan, heads=heads, chunks=size)
-            if _vmem_bytes(sized) <= VMEM_BYTES - SPILLS:
+            if _fits(sized):
                 return sized
     return dataclasses.replace(plan, heads=1, chunks=min(count, 2))
 
@@ -44,7 +44,7 @@ def _forward_plan(plan: Plan, H: int) -> Plan:
     chunks = 4 if plan.chunks == 8 else plan.chunks
     for heads in _divisors(H, 8):
         wider = dataclasses.replace(plan, heads=heads, chunks=chunks)
-        if len(wider.chains) <= MOST_CHAINS and _vmem_bytes(wider) <= VMEM_BYTES - SPILLS:
+        if len(wider.chains) <= MOST_CHAINS and _fits(wider):
             return wider
     return dataclasses.replace(plan, chunks=chunks)
 
@@ -54,8 +54,8 @@ def _divisors(H: int, most: int) -> list[int]:
     return [n for n in range(most, 0, -1) if H % n == 0 and (H // n) % min(_cores(), H) == 0] or [1]
 
 
-def _vmem_bytes(plan: Plan) -> int:
-    """About what a step of the backward kernel, the larger one, holds: scratch, and blocks twice."""
+def _fits(plan: Plan) -> bool:
+    """Whether a step of the backward kernel, the larger one, has room: scratch, and blocks twice."""
 
     def size(shape, dtype):
         itemsize = jnp.dtype(dtype).itemsize
@@ -70,7 +70,7 @@ def _vmem_bytes(plan: Plan) -> int:
     blocks += states * (8 if plan.snapshots else jnp.dtype(plan.dtype).itemsize)
     memories = 4 * plan.heads * plan.V * plan.K * 2
     scratch = sum(size(shape, dtype) for shape, dtype in _backward_scratch(plan).values())
-    return scratch + 2 * (blocks + memories)
+    return scratch + 2 * (blocks + memories) <= VMEM_BYTES - SPILLS
 
 
 def _cores() -> int:
@@ -93,6 +93,11 @@ def fused(plan: Plan, q, k, v, g, beta, marks, gate, memory, owner):
     return out["o"], out["final"], out.get("states")
 
 
+def visited(owner, documents: int):
+    """[N, 1, 1, 1]: which documents have a block, so that a kernel has written their memory."""
+    return jnp.zeros(documents, bool).at[owner].set(True)[:, None, None, None]
+
+
 def _fused_forward(plan, q, k, v, g, beta, marks, gate, memory, owner):
     out = _forward(
         dataclasses.replace(plan, save=True), q, k, v, g, beta, marks, gate, memory, owner
@@ -108,8 +113,7 @@ def _fused_backward(plan, residuals, cotangents):
     beta, owner = inputs[4], inputs[-1]
     d = _backward(plan, *inputs, *kept, *cotangents)
     d_beta = d["d_beta"].transpose(1, 3, 0, 2).reshape(beta.shape)
-    visited = jnp.zeros(shape[0], bool).at[owner].set(True)[:, None, None, None]
-    d_memory = jnp.where(visited, d["d_state"], 0.0)
+    d_memory = jnp.where(visited(owner, shape[0]), d["d_state"], 0.0)
     d_gate = d["d_gate"].sum(0)
     return d["dq"], d["dk"], d["dv"], d["dg"], d_beta, None, d_gate, d_memory, None
 

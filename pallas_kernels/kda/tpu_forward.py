@@ -18,6 +18,7 @@ from k3jax.pallas_kernels.kda.tpu_step import (
     emit,
     fine_dot,
     halves,
+    halves_dot,
     iota,
     tile,
 )
@@ -191,9 +192,7 @@ def _block_dot(plan: Plan, a, b):
         pltpu.bitcast(jnp.concatenate([x] * 8, 0) & mask, jnp.bfloat16)
         for x in (words[:8], words[8:])
     )
-    a = halves(a)
-    both = dot(a, high)
-    return both[:TILE] + (both[TILE:] + dot(a[:TILE], low))
+    return halves_dot(halves(a), high, low)
 
 
 def _merge(step: Step, a: int) -> Piece:

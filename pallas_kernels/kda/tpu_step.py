@@ -98,9 +98,15 @@ def fine_dot(plan: Plan, a, b):
     """a b of float32 operands inside the triangular inverse: all of it, or 16 bits for bfloat16 runs."""
     if plan.dtype == "float32":
         return dot(a, b)
-    (m, n), a, b = a.shape, halves(a), halves(b)
-    both = dot(a, b[:n])
-    return both[:m] + (both[m:] + dot(a[:m], b[n:]))
+    n, a, b = a.shape[1], halves(a), halves(b)
+    return halves_dot(a, b[:n], b[n:])
+
+
+def halves_dot(a, high, low):
+    """The product of two sums of two bfloat16 numbers, a's as `halves` gives them: three of four."""
+    m = a.shape[0] // 2
+    both = dot(a, high)
+    return both[:m] + (both[m:] + dot(a[:m], low))
 
 
 def fine_sums(plan: Plan, ones, x):
@@ -122,6 +128,11 @@ def between(I: int, J: int) -> slice:
     """Where the columns of tile J lie that are decayed up to the start of tile I > J."""
     start = TILE * (I * (I - 1) // 2 + J)
     return slice(start, start + TILE)
+
+
+def earlier(I: int) -> slice:
+    """`between(I, J)` of all J: where the columns of the tiles before I lie for the rows of I."""
+    return slice(between(I, 0).start, between(I, I - 1).stop)
 
 
 class Step:
@@ -314,5 +325,4 @@ class Step:
         near = self.refs.near_columns[a, tile(I)]
         if I == 0:
             return near
-        earlier = slice(between(I, 0).start, between(I, I - 1).stop)
-        return jnp.concatenate([self.refs.between_columns[a, earlier], near], 0)
+        return jnp.concatenate([self.refs.between_columns[a, earlier(I)], near], 0)
