@@ -28,6 +28,7 @@ from k3jax.pallas_kernels import tpu_cost
 from k3jax.pallas_kernels.kda import bench_cases as cases
 from k3jax.pallas_kernels.kda import bench_tables as tables
 from k3jax.pallas_kernels.kda.bench_cases import HEAD_DIM, PASSES, Problem
+from k3jax.pallas_kernels.tpu_cost import compare
 
 ALL_CHIPS = tuple(tpu_cost.TOPOLOGIES)
 
@@ -215,44 +216,8 @@ def decode(requests: int = 32, heads: int = 12, chips: tuple[str, ...] = ALL_CHI
 
 def summary(report: Mapping[str, Any], problem: Problem, backward: bool) -> dict[str, Any]:
     """What a record keeps of a report of `tpu_cost.estimate`."""
-    chip, ops = tpu_cost.CHIPS[report["device_kind"]], report["ops"]
-    times: dict[str, float] = {}
-    for op in ops:
-        times[_bound(op)] = times.get(_bound(op), 0) + op["us"] * op["runs"]
-    profiled = sum(op["us"] * op["runs"] for op in ops if op.get("sim_cycles"))
-    kernels = [op for op in ops if op["op"] == "pallas"]
-    return {
-        "device": f"{report['device_kind']}, estimated",
-        "versions": report["versions"],
-        "us": round(report["seconds"] * 1e6, 1),
-        "pallas_us": round(report["pallas_seconds"] * 1e6, 1),
-        "bound": max(times, key=lambda bound: times[bound]),
-        "hbm_us": round(report["hbm_seconds"] * 1e6, 1),  # of the bytes that the program moves
-        "mxu_us": round(report["mxu_seconds"] * 1e6, 1),  # of the flops that it has
-        "floor_us": cases.paper_floors(chip, problem, backward),
-        "profiled": round(profiled / sum(times.values()), 2),  # the rest has no latencies
-        "spills": sum(op.get("spills", 0) for op in kernels),
-        "memory": report["memory"],
-        "compile_s": report["compile_seconds"],
-        "kernels": [
-            {
-                "name": op["name"],
-                "us": round(op["us"], 1),
-                "runs": op["runs"],
-                "bound": _bound(op),
-                "spills": op.get("spills", 0),
-            }
-            for op in kernels
-        ],
-    }
-
-
-def _bound(op: Mapping[str, Any]) -> str:
-    """hbm, mxu, or of the core: `issue`, its slots are full; `wait`, latencies that nothing hides."""
-    if op["bound"] != "core":
-        return op["bound"]
-    waits = (op.get("sim_cycles") or 0) > 1.25 * (op.get("bundle_cycles") or math.inf)
-    return "wait" if waits else "issue"
+    chip = tpu_cost.CHIPS[report["device_kind"]]
+    return compare.summary(report) | {"floor_us": cases.paper_floors(chip, problem, backward)}
 
 
 def _estimate(

@@ -63,6 +63,7 @@ def estimate(
     python: str = sys.executable,
     simulate: bool = True,
     timeout: float = 3600,
+    flags: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What one call costs on one device of a TPU topology.
 
@@ -73,6 +74,7 @@ def estimate(
         python: interpreter to compile with; it needs jax and libtpu.
         simulate: False counts bundles only: seconds instead of minutes for long kernels.
         timeout: seconds for each compilation.
+        flags: XLA compiler options, as for `jax.jit(..., compiler_options=)`.
 
     Returns: `error` (a string), or
         seconds: the estimate; pallas_seconds: the part of it in Pallas kernels
@@ -84,6 +86,7 @@ def estimate(
         unknown_trip_counts: loops that count as one iteration
     """
     case = {"target": target, "topology": topology, "kwargs": dict(kwargs or {})}
+    case["flags"] = dict(flags or {})
     compiler = _Compiler(python, timeout)
     with tempfile.TemporaryDirectory(prefix="tpu_cost_") as scratch:
         out = Path(scratch)

@@ -2,8 +2,8 @@
 
     python -m k3jax.pallas_kernels.tpu_cost.worker SPEC
 
-SPEC is JSON: `cases`, each with `target` ("module:factory"), `kwargs` and `topology`; `out`, a
-folder; and perhaps `kernel`, the number of a Pallas kernel to compile alone. One line of JSON per
+SPEC is JSON: `cases`, each with `target` ("module:factory"), `kwargs`, `topology` and perhaps
+`flags` (XLA compiler options); `out`, a folder; and perhaps `kernel`, the number of a Pallas kernel to compile alone. One line of JSON per
 case goes to out/done.jsonl as soon as the case has compiled, its program to out/hlo.txt. An error
 ends the process: the caller knows from the lines which case it was, and starts anew behind it.
 """
@@ -69,7 +69,7 @@ def _compile(case: dict[str, Any], kernel: int | None) -> tuple[Any, dict[str, A
             # Layouts of XLA's choice, or it adds copies around the kernel.
             free = layout.Format(layout.Layout.AUTO, here)
             traced = jax.jit(function, in_shardings=free, out_shardings=free).trace(*args)
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile(case.get("flags") or None)
     return compiled, {
         "device_kind": device.device_kind,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
