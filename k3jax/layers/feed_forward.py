@@ -34,6 +34,15 @@ class ActivationConfig:
             if not 0 < cap < math.inf:
                 raise ValueError(f"activation.{name}={cap} must be a finite number above 0")
 
+    def __call__(
+        self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        """The activation of a (gate, up) pair, in gate's dtype, float32 inside."""
+        if self.kind == "situ":
+            assert self.gate_cap is not None
+            return situ(gate, up, self.gate_cap, self.up_cap)
+        return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
 
 def situ(
     gate: Float[Array, "*shape"],
@@ -58,16 +67,6 @@ def situ(
     if up_cap is not None:
         u = up_cap * jnp.tanh(u / up_cap)
     return (gate_cap * jnp.tanh(g / gate_cap) * jax.nn.sigmoid(g) * u).astype(gate.dtype)
-
-
-def activation(
-    cfg: ActivationConfig, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """The configured activation of a (gate, up) pair, in gate's dtype, float32 inside."""
-    if cfg.kind == "situ":
-        assert cfg.gate_cap is not None
-        return situ(gate, up, cfg.gate_cap, cfg.up_cap)
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 class Linear(nnx.Module):
@@ -123,4 +122,4 @@ class FeedForward(nnx.Module):
         self.down_proj = Linear((ffn_dim,), (width,), ("ffn", "embed"), **kwargs)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(activation(self.activation, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))

@@ -2,17 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear, activation
+from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
-from k3jax.pallas_kernels.grouped_matmul.api import grouped_matmul
+from k3jax.pallas_kernels.grouped_matmul import experts
 from k3jax.sharding.annotate import Buffer, param
 
 
@@ -179,64 +179,28 @@ def plan_dispatch(
 
 
 @jax.custom_vjp
-def permute(
-    x: Float[Array, "rows ..."], order: Int[Array, " rows"], inverse: Int[Array, " rows"]
-) -> Float[Array, "rows ..."]:
-    """x[order] for a permutation with a known inverse, so that the gradient too is a gather.
+def dispatch_rows(z: Float[Array, "tokens L"], plan: Dispatch) -> Float[Array, "rows L"]:
+    """The rows (token, choice) in the order of experts: a gather.
 
-    Autodiff alone would scatter-add, which is slower and, on GPUs, not deterministic.
+    Autodiff alone would scatter-add in the backward pass, which is slower and, on GPUs, not
+    deterministic; a row's sorted position is known, so that too is a gather: `combine_rows`.
     """
-    return x[order]
-
-
-permute.defvjp(
-    lambda x, order, inverse: (x[order], (order, inverse)),
-    lambda saved, dy: (permute(dy, saved[1], saved[0]), None, None),
-)
+    return z[plan.order // (plan.order.shape[0] // z.shape[0])]
 
 
 @jax.custom_vjp
-def project_and_combine(
-    a: Float[Array, "rows F"],
-    w2: Float[Array, "E F L"],
-    p: Float[Array, "tokens A"],
-    plan: Dispatch,
-) -> Float[Array, "tokens L"]:
-    """Last matrix of every expert, and the weighted sum over a token's experts.
-
-        u = sum_j p_j w2_j a_j                                  (architecture 8, steps 5-6)
-
-    Args:
-        a: activations of sorted rows.
-        w2: down projections of the experts.
-        p: combine weights, float32.
-        plan: the sort.
-
-    Returns: the sums, float32; zero where a token has no rows.
-    Numerics: products in a's dtype; weighting and sum in float32.
-    The gradient is that of sum_j w2_j (p_j a_j), the same function: dL/dp = <a, w2^T dL/du> needs
-    no expert output, so nothing of shape [rows, L] is kept for the backward pass.
-    """
-    y = grouped_matmul(a, w2, plan.group_sizes)
-    y = permute(y, plan.inverse, plan.order).reshape(*p.shape, -1)
-    return (y.astype(jnp.float32) * p[..., None]).sum(1)
+def combine_rows(y: Float[Array, "rows L"], plan: Dispatch, like: Any) -> Float[Array, "tokens L"]:
+    """Float32 sum over each token's rows; `like` is any array with one entry per token."""
+    return y[plan.inverse].astype(jnp.float32).reshape(like.shape[0], -1, y.shape[-1]).sum(1)
 
 
-def _project_and_combine_bwd(saved, du):
-    a, w2, p, plan = saved
-
-    def weigh_then_project(a, w2, p):
-        p_rows = permute(p.reshape(-1), plan.order, plan.inverse)
-        weighted = (a.astype(jnp.float32) * p_rows[:, None]).astype(a.dtype)
-        y = permute(grouped_matmul(weighted, w2, plan.group_sizes), plan.inverse, plan.order)
-        return y.reshape(*p.shape, -1).astype(jnp.float32).sum(1)
-
-    return *jax.vjp(weigh_then_project, a, w2, p)[1](du), None
-
-
-project_and_combine.defvjp(
-    lambda a, w2, p, plan: (project_and_combine(a, w2, p, plan), (a, w2, p, plan)),
-    _project_and_combine_bwd,
+dispatch_rows.defvjp(
+    lambda z, plan: (dispatch_rows(z, plan), (z[:, :0], plan)),
+    lambda saved, d: (combine_rows(d, saved[1], saved[0]).astype(d.dtype), None),
+)
+combine_rows.defvjp(
+    lambda y, plan, like: (combine_rows(y, plan, like), (y[:0], plan, like)),
+    lambda saved, du: (dispatch_rows(du.astype(saved[0].dtype), saved[1]), None, None),
 )
 
 
@@ -272,10 +236,10 @@ class Experts(nnx.Module):
         """Weighted sum of each token's experts, float32; 0 for padding tokens."""
         w1, w3, w2 = (w[...].astype(z.dtype) for w in (self.w1, self.w3, self.w2))
         plan = plan_dispatch(ids, mask, w1.shape[0])
-        rows = permute(jnp.repeat(z, ids.shape[1], axis=0), plan.order, plan.inverse)
-        gate = grouped_matmul(rows, w1, plan.group_sizes)
-        up = grouped_matmul(rows, w3, plan.group_sizes)
-        return project_and_combine(activation(self.activation, gate, up), w2, weights, plan)
+        p = dispatch_rows(weights.reshape(-1, 1), plan)[:, 0]
+        rows = dispatch_rows(z, plan)
+        y = experts(rows, w1, w3, w2, p, plan.group_sizes, self.activation)
+        return combine_rows(y, plan, ids)
 
 
 class LatentMoE(nnx.Module):

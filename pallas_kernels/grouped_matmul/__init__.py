@@ -1,5 +1,5 @@
-"""Matrix product of rows with one weight matrix per group of rows."""
+"""Products of rows with one weight matrix per group of rows, and the experts built on them."""
 
-from k3jax.pallas_kernels.grouped_matmul.api import grouped_matmul
+from k3jax.pallas_kernels.grouped_matmul.api import experts, grouped_matmul
 
-__all__ = ["grouped_matmul"]
+__all__ = ["experts", "grouped_matmul"]

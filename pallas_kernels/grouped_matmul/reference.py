@@ -13,3 +13,9 @@ def dense(x, w, group_sizes):
         product = jnp.dot(x, w[e], precision="highest", preferred_element_type=jnp.float32)
         y = jnp.where((group == e)[:, None], product, y)
     return y.astype(x.dtype)
+
+
+def experts(x, w1, w3, w2, p, group_sizes, activation):
+    """Arguments as `api.experts`."""
+    a = activation(dense(x, w1, group_sizes), dense(x, w3, group_sizes))
+    return (dense(a, w2, group_sizes).astype(jnp.float32) * p[:, None]).astype(x.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear, activation, situ
+from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear, situ
 from tests.golden_io import cases, check, load
 from tests.layers.helpers import activation_config, load_layer, normal, official_leaves, puller
 
@@ -66,8 +66,8 @@ def test_situ_worked_values():
 def test_activation_rounds_once():
     gate, up = (jnp.asarray(3 * normal(256, seed=s), jnp.bfloat16) for s in (0, 1))
     for cfg in (SWIGLU, ActivationConfig(kind="situ", gate_cap=4.0, up_cap=25.0)):
-        exact = activation(cfg, gate.astype(jnp.float32), up.astype(jnp.float32))
-        got = activation(cfg, gate, up)
+        exact = cfg(gate.astype(jnp.float32), up.astype(jnp.float32))
+        got = cfg(gate, up)
         assert got.dtype == jnp.bfloat16
         np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 

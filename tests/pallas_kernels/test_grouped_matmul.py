@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
-from k3jax.pallas_kernels.grouped_matmul import blocked, grouped_matmul
+from k3jax.pallas_kernels.grouped_matmul import blocked, experts, grouped_matmul
+from k3jax.pallas_kernels.grouped_matmul.visits import plan_visits
+from k3jax.testing import assert_close
 from tests.pallas_kernels.kda_cases import jit
 
 BACKENDS = ["blocked", "ragged", "reference"]
+FLOATS = ("x", "w1", "w3", "w2", "p")
 SIZES = {  # rows of each group; what is left of M belongs to no group
     "even": (13, [3, 3, 3, 4]),
     "empty in the middle": (13, [6, 0, 0, 7]),
@@ -117,3 +123,152 @@ def test_shapes_that_do_not_fit():
         grouped_matmul(x, w, jnp.array([2, 1, 1]))
     with pytest.raises(ValueError, match="unknown backend 'dense'"):
         grouped_matmul(x, w, jnp.array([2, 2]), backend="dense")
+
+
+# -------------------------------------------------------------------------------- experts
+
+
+def situ(gate, up):
+    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+    a = 4 * jnp.tanh(g / 4) * jax.nn.sigmoid(g) * 25 * jnp.tanh(u / 25)
+    return a.astype(gate.dtype)
+
+
+def expert_inputs(M, sizes, L, F, seed=3, dtype="float32"):
+    """Rows of no expert hold NaN, in x, p and the cotangent; some weights are 0."""
+    rng, E, n = np.random.default_rng(seed), len(sizes), sum(sizes)
+    inputs = {
+        "x": rng.normal(size=(M, L)),
+        "w1": 2 * rng.normal(size=(E, L, F)) / L**0.5,
+        "w3": 2 * rng.normal(size=(E, L, F)) / L**0.5,
+        "w2": rng.normal(size=(E, F, L)) / F**0.5,
+        "p": rng.uniform(size=M) * (np.arange(M) % 3 > 0),
+        "dy": rng.normal(size=(M, L)),
+    }
+    for name in ("x", "p", "dy"):
+        inputs[name][n:] = np.nan
+    return {k: jnp.asarray(v, "float32" if k == "p" else dtype) for k, v in inputs.items()}
+
+
+@functools.partial(jit, static_argnames="backend")
+def run_experts(inputs, sizes, backend):
+    def call(*args):
+        return experts(*args, sizes, situ, backend=backend)
+
+    y, pull = jax.vjp(call, *(inputs[name] for name in FLOATS))
+    return dict(zip(("y", *FLOATS), (y, *pull(inputs["dy"])), strict=True))
+
+
+def experts_by_hand(inputs, sizes):
+    """A loop over experts in float64, by JAX's derivatives."""
+    with jax.enable_x64(True):
+        wide = {k: jnp.nan_to_num(jnp.asarray(v, "float64")) for k, v in inputs.items()}
+        starts = np.cumsum([0, *sizes])
+
+        def call(x, w1, w3, w2, p):
+            y = jnp.zeros_like(x)
+            for e, rows in enumerate(map(slice, starts[:-1], starts[1:])):
+                g, u = x[rows] @ w1[e], x[rows] @ w3[e]
+                a = 4 * jnp.tanh(g / 4) * jax.nn.sigmoid(g) * 25 * jnp.tanh(u / 25)
+                y = y.at[rows].set(p[rows, None] * (a @ w2[e]))
+            return y
+
+        y, pull = jax.vjp(call, *(wide[name] for name in FLOATS))
+        want = dict(zip(("y", *FLOATS), (y, *pull(wide["dy"])), strict=True))
+        return jax.tree.map(np.asarray, want)
+
+
+EXPERTS = {  # rows, rows of each expert, latent and hidden width
+    "rows to spare, odd widths": (13, [1, 0, 4, 2], 5, 3),
+    "empty at both ends": (13, [0, 8, 5, 0], 8, 12),
+    "no rows in use": (13, [0, 0, 0, 0], 5, 3),
+}
+
+
+@pytest.mark.parametrize("backend", ["composed", "reference"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts(case, backend):
+    M, sizes, L, F = EXPERTS[case]
+    inputs = expert_inputs(M, sizes, L, F)
+    if backend == "reference":  # it multiplies every row by every matrix
+        inputs = jax.tree.map(jnp.nan_to_num, inputs)
+    if backend == "composed":
+        inputs = {k: jnp.nan_to_num(v) if k in ("p", "dy") else v for k, v in inputs.items()}
+    got = run_experts(inputs, np.array(sizes, np.int32), backend)
+    assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
+
+
+def test_experts_that_do_not_fit():
+    x, w1, w3, w2, p = (expert_inputs(4, [2, 2], 5, 3)[name] for name in FLOATS)
+    sizes = jnp.array([2, 2])
+    for changed in ((x, w1, w3, w1, p), (x, w1, w2, w2, p), (x, w1, w3, w2, p[:3])):
+        with pytest.raises((ValueError, TypeError), match=r"fit|must be|parameter"):
+            experts(*changed, sizes, situ)
+
+
+# -------------------------------------------------------------------------------- TPU kernels
+
+
+def interpreted():
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan"))
+
+
+KERNELS = {
+    "tiles and chunks cut anywhere, rows to spare": (700, [5, 0, 300, 1, 340], 128, 256, "float32"),
+    "narrow, fewer rows than a chunk": (7, [0, 7, 0], 96, 200, "float32"),
+    "no rows in use": (300, [0, 0], 128, 128, "float32"),
+    "one expert, one row more than a tile": (513, [513], 128, 128, "float32"),
+    "many small experts": (64, [1, 2, 0, 16, 3, 17, 0, 25], 128, 384, "float32"),
+    "bfloat16": (700, [128, 0, 300, 16, 200], 128, 256, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernels_over_nan(case):
+    """KF-055, KF-064: memory, spare rows and their cotangents full of NaN; empty experts."""
+    M, sizes, L, F, dtype = KERNELS[case]
+    inputs = expert_inputs(M, sizes, L, F, dtype=dtype)
+    n = np.array(sizes, np.int32)
+    used = sum(sizes)
+    d = np.random.default_rng(4).normal(size=(M, F))
+    d[used:] = np.nan
+    with interpreted():
+        got = run_experts(inputs, n, "pallas_tpu")
+        plain = run(inputs["x"], inputs["w1"], n, jnp.asarray(d, dtype), "pallas_tpu")
+    kind = "float32_grad" if dtype == "float32" else "bfloat16"
+    assert_close(got, experts_by_hand(inputs, sizes), kind)
+    x, w = (np.asarray(inputs[name], np.float32) for name in ("x", "w1"))
+    assert_close(plain, by_hand(np.nan_to_num(x), w, sizes, np.nan_to_num(d)), kind)
+    for name in ("w1", "w3", "w2"):
+        assert not np.asarray(got[name])[n == 0].any()
+    assert not np.asarray(got["y"])[used:].any()
+    assert not np.asarray(got["x"])[used:].any()
+
+
+@pytest.mark.parametrize("every", [False, True])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_visits_cover_every_row_once(every, data):
+    """In order; each tile's and each group's visits follow each other; the spare ones repeat."""
+    E = data.draw(st.integers(1, 6))
+    sizes = data.draw(st.lists(st.integers(0, 70), min_size=E, max_size=E))
+    rows = sum(sizes) + data.draw(st.integers(0, 40)) or 1
+    tile = data.draw(st.sampled_from([16, 32, 48]))
+    found = plan_visits(jnp.array(sizes, jnp.int32), rows, tile, every=every)
+    group, at, first, last, live = (np.asarray(a) for a in found)
+    ends = np.cumsum(sizes)
+    seen = [
+        (at[v] * tile + r, group[v], live[v])
+        for v in range(len(at))
+        for r in range(first[v], last[v])
+    ]
+    owners = [int(np.searchsorted(ends, r, side="right")) for r in range(rows)]
+    covered = sum(sizes) if every else rows
+    assert [row for row, *_ in seen] == list(range(covered))
+    for row, g, alive in seen:
+        assert alive == (owners[row] < E)
+        assert g == owners[row] or not alive
+    assert (np.diff(at) >= 0).all() or every
+    assert (np.diff(group) >= 0).all()
+    if every:
+        assert set(group) == set(range(E))
