@@ -81,8 +81,8 @@ def estimate(
         hbm_seconds, mxu_seconds: floors of the compiled program
         memory: bytes of arguments, outputs, temporaries and aliases
         compile_seconds, device_kind, versions
-        ops: costliest first, each with runs, us (of one run), bound (core, mxu or hbm),
-            bundle_cycles, sim_cycles, mxu_cycles, hbm_bytes, spills
+        ops: costliest first, each with runs, us (of one run), bound (core, mxu or hbm), source
+            (the scopes and the primitive it comes from, as JAX names them), bundle_cycles, sim_cycles, mxu_cycles, hbm_bytes, spills
         unknown_trip_counts: loops that count as one iteration
     """
     case = {"target": target, "topology": topology, "kwargs": dict(kwargs or {})}
@@ -239,6 +239,7 @@ def _add_up(
         elif ins.op != "custom-call" or ins.is_kernel:
             found = figures.get(ins.name, {})
             op = {"name": ins.name, "op": "pallas" if ins.is_kernel else ins.op, "runs": runs}
+            op["source"] = (re.findall(r'op_name="([^"]*)"', ins.attrs) or [""])[0]
             outs = sorted(b.dims for b in buffers(ins.shape))
             kernel = next((k for k in kernels if sorted(k["outs"]) == outs), None)
             if ins.is_kernel and kernel:

@@ -1,0 +1,139 @@
+"""Estimated time of one layer group of Kimi K3 on one TPU device, with the share of each op.
+
+    uv run --extra aot python benchmarks/layer_group.py v6e tpu7x
+
+Three KDA layers and one gated MLA layer, each with its experts, at the widths of `kimi_k3`, on 8,192
+tokens a device; of the 896 experts the device holds 14 (64 devices), and it gets as many rows as its
+own tokens make: 131,072. The exchange between devices is not part of it. A training step runs the
+forward pass, and later the backward pass, which recomputes it: both are work, only 3 forward passes'
+matmuls are useful. Instructions are counted, without latencies (`simulate=False`).
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.configs.k3 import kimi_k3_model
+from k3jax.layers.latent_moe import Experts
+from k3jax.model import Layer
+from k3jax.pallas_kernels import tpu_cost
+
+TOKENS, DEVICES, SOURCES = 8192, 64, 5  # sources: of the mixes, the mean over the depth
+LAYERS = {"kda": 3, "mla": 1}
+# Useful matmul flops of one token in the forward pass (architecture 13).
+FLOPS = {
+    "kda": 2 * (443_580_416 + 718_405_632) + 17.56e6,
+    "mla": 2 * (232_194_048 + 718_405_632) + 30_720 * TOKENS,
+}
+SCOPES = {  # what a scope's ops count as; the innermost one decides
+    "short_conv": "short convolution", "kda_kernel": "KDA", "attention": "attention",
+    "attn_res": "AttnRes", "route": "routing", "collect_stats": "routing",
+    "routed_experts": "experts", "shared_experts": "shared experts",
+    "kda": "KDA's projections", "mla": "MLA's projections",
+}  # fmt: skip
+KERNELS = {  # and its kernels, by a part of their names
+    "kda": "KDA recurrence", "experts": "expert matmuls", "ragged": "expert matmuls",
+    "mla": "attention", "attention_residuals": "AttnRes", "short_conv": "short convolution",
+}  # fmt: skip
+
+
+class LocalExperts(Experts):
+    """A device's experts under rows that chose among all."""
+
+    def __call__(self, z, ids, weights, mask=None):
+        return super().__call__(z, ids % self.w1.shape[0], weights, mask)
+
+
+def layer(kind: str = "kda", backward: bool = False, tokens: int = TOKENS, native: bool = True):
+    """(function, shapes) of one layer; with `backward` its recomputation and all gradients."""
+    if native:
+        jax.default_backend = lambda: "tpu"  # the choice of kernels, which is by platform
+    cfg = dataclasses.replace(kimi_k3_model(), param_dtype="bfloat16")
+    assert cfg.moe is not None
+
+    def build():
+        rngs = nnx.Rngs(0)
+        module = Layer(cfg, kind, "moe", rngs=rngs)
+        moe = module.block_sparse_moe
+        moe.experts = LocalExperts(
+            cfg.moe.num_experts // DEVICES, cfg.moe.latent_dim, cfg.moe.ffn_dim, "latent",
+            activation=cfg.activation, rngs=rngs, param_dtype="bfloat16", init_std=0.02,
+        )  # fmt: skip
+        return nnx.split(module, nnx.Param, ...)
+
+    graphdef, params, rest = jax.eval_shape(build)
+    x = jax.ShapeDtypeStruct((1, tokens, cfg.width), jnp.bfloat16)
+    bank = jax.ShapeDtypeStruct((SOURCES - 1, 1, tokens, cfg.width), jnp.bfloat16)
+
+    def forward(params, bank, x, rest):
+        index = 12 * (SOURCES - 2) + (3 if kind == "mla" else 1)
+        module = nnx.merge(graphdef, params, rest)
+        bank, x, _, stats = module(bank, x, index, None, collect=True)
+        return (bank, x), stats
+
+    def both(params, bank, x, rest, d):
+        out, pull, _ = jax.vjp(lambda *a: forward(*a, rest), params, bank, x, has_aux=True)
+        return pull(d)
+
+    args = (params, bank, x, rest)
+    return (both, (*args, (bank, x))) if backward else (forward, args)
+
+
+def estimate(chip: str, kind: str, backward: bool, python: str = sys.executable) -> dict[str, Any]:
+    """Milliseconds of one layer, by op."""
+    report = tpu_cost.estimate(
+        "benchmarks.layer_group:layer", tpu_cost.TOPOLOGIES[chip],
+        {"kind": kind, "backward": backward}, python=python, simulate=False,
+    )  # fmt: skip
+    if "error" in report:
+        sys.exit(f"{chip}, {kind}, backward={backward}: {report['error']}")
+    ms: dict[str, float] = {}
+    for op in report["ops"]:
+        label = _label(op)
+        ms[label] = ms.get(label, 0) + op["us"] * op["runs"] / 1e3
+    return {
+        "ms": round(report["seconds"] * 1e3, 2),
+        "by_op": {k: round(v, 2) for k, v in sorted(ms.items(), key=lambda kv: -kv[1])},
+        "memory": report["memory"],
+        "compile_s": report["compile_seconds"],
+        "costliest": [
+            {key: op[key] for key in ("name", "op", "us", "runs", "bound", "source")}
+            for op in report["ops"][:40]
+        ],
+    }
+
+
+def _label(op: dict[str, Any]) -> str:
+    if op["op"] == "pallas":
+        return next((v for k, v in KERNELS.items() if k in op["name"]), op["name"])
+    scopes = [x for x in re.split(r"[/()]", op["source"]) if x in SCOPES]
+    return SCOPES[scopes[-1]] if scopes else "other"
+
+
+def main(chips: list[str]) -> None:
+    for chip in chips:
+        total, useful, shares = 0.0, 0.0, {}
+        peak = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 1153.5e12}[chip]
+        for kind, count in LAYERS.items():
+            for backward in (False, True):
+                found = estimate(chip, kind, backward)
+                fields = {"chip": chip, "layer": kind, "backward": backward}
+                print(json.dumps(fields | found), flush=True)
+                total += count * found["ms"]
+                for op, ms in found["by_op"].items():
+                    shares[op] = shares.get(op, 0) + count * ms
+            useful += count * 3 * FLOPS[kind] * TOKENS / peak * 1e3
+        group = {"chip": chip, "group_ms": round(total, 1), "floor_ms": round(useful, 1)}
+        group |= {"of_floor": round(useful / total, 3)}
+        group |= {"shares": {op: f"{ms / sum(shares.values()):.1%}" for op, ms in shares.items()}}
+        print(json.dumps(group), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["v6e", "tpu7x"])
