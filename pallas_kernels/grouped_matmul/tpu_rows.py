@@ -182,6 +182,10 @@ def multiply_rows(
                 values = finish(*done)
                 if row_sums:
                     *values, last_one = values
+                    if N % tn:  # the last column tile reaches beyond the matrices
+                        column = jax.lax.broadcasted_iota(jnp.int32, last_one.shape, 1)
+                        column += pl.program_id(0) * tn + piece.start
+                        last_one = jnp.where(column < N, last_one, 0)
                     sums += last_one.sum(1, keepdims=True)
                 for ref, value in zip(out_refs, values, strict=False):
                     write(ref, (rows, piece), inside, value)

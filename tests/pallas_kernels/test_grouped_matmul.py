@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from k3jax.pallas_kernels.grouped_matmul import blocked, experts, grouped_matmul
+from k3jax.pallas_kernels.grouped_matmul import (
+    blocked,
+    experts,
+    grouped_matmul,
+    tpu_rows,
+    tpu_weights,
+)
 from k3jax.pallas_kernels.grouped_matmul.visits import plan_visits
 from k3jax.testing import assert_close
 from tests.pallas_kernels.kda_cases import jit
@@ -243,6 +249,18 @@ def test_kernels_over_nan(case):
         assert not np.asarray(got[name])[n == 0].any()
     assert not np.asarray(got["y"])[used:].any()
     assert not np.asarray(got["x"])[used:].any()
+
+
+def test_kf_064_columns_that_no_tile_divides(monkeypatch):
+    """With little on-chip memory 200 columns are two tiles, the second one of 72."""
+    monkeypatch.setattr(tpu_rows, "BUDGET", 0)
+    monkeypatch.setattr(tpu_weights, "BUDGET", 0)
+    sizes = [20, 0, 9]
+    assert tpu_rows.rows_sizes(40, 3, [200], 200, 4, 1).columns == 128
+    inputs = expert_inputs(40, sizes, 200, 200)
+    with interpreted():
+        got = run_experts.__wrapped__(inputs, np.array(sizes, np.int32), "pallas_tpu")
+    assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
 
 
 @pytest.mark.parametrize("every", [False, True])
