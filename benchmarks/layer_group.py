@@ -25,6 +25,7 @@ from k3jax.model import Layer
 from k3jax.pallas_kernels import tpu_cost
 
 TOKENS, DEVICES, SOURCES = 8192, 64, 5  # sources: of the mixes, the mean over the depth
+KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 LAYERS = {"kda": 3, "mla": 1}
 # Useful matmul flops of one token in the forward pass (architecture 13).
 FLOPS = {
@@ -86,53 +87,76 @@ def layer(kind: str = "kda", backward: bool = False, tokens: int = TOKENS, nativ
 
 
 def estimate(chip: str, kind: str, backward: bool, python: str = sys.executable) -> dict[str, Any]:
-    """Milliseconds of one layer, by op."""
-    report = tpu_cost.estimate(
+    """The report of `tpu_cost` for one layer."""
+    return tpu_cost.estimate(
         "benchmarks.layer_group:layer", tpu_cost.TOPOLOGIES[chip],
         {"kind": kind, "backward": backward}, python=python, simulate=False,
     )  # fmt: skip
-    if "error" in report:
-        sys.exit(f"{chip}, {kind}, backward={backward}: {report['error']}")
+
+
+def expert_ms(chip: str, backward: bool, python: str = sys.executable) -> float:
+    """Of the experts' kernels. How often their loops turn is data, hence from equal groups."""
+    rows, groups = 1024, 2
+    report = tpu_cost.estimate(
+        "k3jax.pallas_kernels.grouped_matmul.bench:experts", tpu_cost.TOPOLOGIES[chip],
+        {"rows": rows, "groups": groups, "backward": backward}, python=python, simulate=False,
+    )  # fmt: skip
+    return (
+        report["pallas_seconds"] * 1e3 * TOKENS * kimi_k3_model().moe.num_active / (rows * groups)
+    )
+
+
+def by_op(report: dict[str, Any], experts: float) -> dict[str, float]:
+    """Milliseconds by op, costliest first."""
     ms: dict[str, float] = {}
     for op in report["ops"]:
         label = _label(op)
         ms[label] = ms.get(label, 0) + op["us"] * op["runs"] / 1e3
-    return {
-        "ms": round(report["seconds"] * 1e3, 2),
-        "by_op": {k: round(v, 2) for k, v in sorted(ms.items(), key=lambda kv: -kv[1])},
-        "memory": report["memory"],
-        "compile_s": report["compile_seconds"],
-        "costliest": [
-            {key: op[key] for key in ("name", "op", "us", "runs", "bound", "source")}
-            for op in report["ops"][:40]
-        ],
-    }
+    ms["expert matmuls"] = experts
+    return dict(sorted(ms.items(), key=lambda kv: -kv[1]))
 
 
 def _label(op: dict[str, Any]) -> str:
     if op["op"] == "pallas":
         return next((v for k, v in KERNELS.items() if k in op["name"]), op["name"])
     scopes = [x for x in re.split(r"[/()]", op["source"]) if x in SCOPES]
-    return SCOPES[scopes[-1]] if scopes else "other"
+    return SCOPES[scopes[-1]] if scopes else "copies and the rest"
+
+
+def group(chip: str, layers: dict[tuple[str, bool], dict[str, float]]) -> dict[str, Any]:
+    """The whole group: three KDA layers and an MLA layer, forward, then recomputed and backward."""
+    shares: dict[str, float] = {}
+    for (kind, _), ms in layers.items():
+        for op, took in ms.items():
+            shares[op] = shares.get(op, 0) + LAYERS[kind] * took
+    total = sum(shares.values())
+    device = tpu_cost.CHIPS[KINDS[chip]]
+    peak = device.clock * device.flops * device.cores
+    floor = sum(3 * n * FLOPS[kind] * TOKENS / peak * 1e3 for kind, n in LAYERS.items())
+    parts = sorted(shares.items(), key=lambda kv: -kv[1])
+    return {
+        "chip": chip, "group_ms": round(total, 1), "floor_ms": round(floor, 1),
+        "of_floor": round(floor / total, 3),
+        "ms": {op: round(ms, 1) for op, ms in parts},
+        "shares": {op: f"{ms / total:.1%}" for op, ms in parts},
+    }  # fmt: skip
 
 
 def main(chips: list[str]) -> None:
     for chip in chips:
-        total, useful, shares = 0.0, 0.0, {}
-        peak = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 1153.5e12}[chip]
-        for kind, count in LAYERS.items():
+        experts = {backward: expert_ms(chip, backward) for backward in (False, True)}
+        layers = {}
+        for kind in LAYERS:
             for backward in (False, True):
-                found = estimate(chip, kind, backward)
+                report = estimate(chip, kind, backward)
+                if "error" in report:
+                    sys.exit(f"{chip}, {kind}, backward={backward}: {report['error']}")
+                layers[kind, backward] = ms = by_op(report, experts[backward])
                 fields = {"chip": chip, "layer": kind, "backward": backward}
-                print(json.dumps(fields | found), flush=True)
-                total += count * found["ms"]
-                for op, ms in found["by_op"].items():
-                    shares[op] = shares.get(op, 0) + count * ms
-            useful += count * 3 * FLOPS[kind] * TOKENS / peak * 1e3
-        group = {"chip": chip, "group_ms": round(total, 1), "floor_ms": round(useful, 1)}
-        group |= {"of_floor": round(useful / total, 3)}
-        group |= {"shares": {op: f"{ms / sum(shares.values()):.1%}" for op, ms in shares.items()}}
-        print(json.dumps(group), flush=True)
+                fields |= {"ms": round(sum(ms.values()), 2), "by_op": ms}
+                fields |= {"memory": report["memory"], "compile_s": report["compile_seconds"]}
+                print(json.dumps(fields), flush=True)
+        print(json.dumps(group(chip, layers)), flush=True)
 
 
 if __name__ == "__main__":

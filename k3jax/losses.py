@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LOSS_CHUNK = 1024  # tokens whose float32 logits exist at once
+# Tokens whose float32 logits exist at once. Each chunk reads and writes the gradient of the kernel, which
+# binds a TPU at 1024 tokens of K3 (benchmarks/loss.md); from 2048 on the matrix products do.
+LOSS_CHUNK = 2048
 
 
 class Loss(NamedTuple):
@@ -56,64 +58,79 @@ def cross_entropy(
         weights: 1 if the token counts, else 0.
         chunk: tokens per step.
 
-    Returns: see `Loss`; differentiable in h and kernel, in reverse mode.
+    Returns: see `Loss`. `nats` is differentiable in h and kernel, in reverse mode; `nll` and
+        `count` are for reading and have no gradient.
     Numerics: logits, log-sum-exp and the sums are float32; so is the gradient of the kernel, in
         whatever dtype h is, because it is a sum over all tokens of the batch.
-    Cost: O(N D X), of which the backward pass recomputes the logits; O(chunk X) memory beside the
-        gradient of the kernel.
+    Cost: O(N D X); O(chunk X) memory beside the gradient of the kernel. Under differentiation the
+        gradients are made while a chunk's logits exist, so that these are computed once.
     """
     size = min(chunk, max(h.shape[0], 1))
-    nll = weights * _negative_log_likelihood(size, h, kernel, targets)
-    return Loss(nll.sum(), weights.sum(), nll)
+    nats, nll = _nats(size, h, kernel, targets, weights)
+    return Loss(nats, weights.sum(), jax.lax.stop_gradient(nll))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _negative_log_likelihood(chunk, h, kernel, targets):
-    return _nll_fwd(chunk, h, kernel, targets)[0]
-
-
-def _nll_fwd(chunk, h, kernel, targets):
+def _nats(chunk, h, kernel, targets, weights):
     w = kernel.astype(h.dtype)
 
     def step(_, xs):
-        h, targets = xs
-        logits = _logits(h, w)
-        top = jax.nn.logsumexp(logits, axis=-1)
-        return None, (top - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], top)
+        h, targets, weights = xs
+        return None, _nll(_logits(h, w), targets, weights)[0]
 
-    _, parts = jax.lax.scan(step, None, (_split(h, chunk), _split(targets, chunk)))
-    nll, lse = (_join(part, len(h)) for part in parts)
-    return nll, (h, kernel, targets, lse)
+    _, nll = jax.lax.scan(step, None, _chunks(chunk, h, targets, weights))
+    nll = _join(nll, len(h))
+    return nll.sum(), nll
 
 
-def _nll_bwd(chunk, saved, d_nll):
-    h, kernel, targets, lse = saved
+def _nats_fwd(chunk, h, kernel, targets, weights):
     w = kernel.astype(h.dtype)
 
     def step(d_kernel, xs):
-        h, targets, lse, d_nll = xs
-        p = jnp.exp(_logits(h, w) - lse[:, None])
-        hit = jnp.arange(p.shape[-1]) == targets[:, None]
-        d_logits = ((p - hit) * d_nll[:, None]).astype(h.dtype)
+        h, targets, weights = xs
+        logits = _logits(h, w)
+        nll, lse = _nll(logits, targets, weights)
+        hit = jnp.arange(logits.shape[-1]) == targets[:, None]
+        d_logits = ((jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]).astype(h.dtype)
+        # Both products read it: without the barrier a TPU computes it once for each, tile by tile.
+        d_logits = jax.lax.optimization_barrier(d_logits)
         d_kernel += jnp.einsum("nd,nx->dx", h, d_logits, preferred_element_type=jnp.float32)
-        return d_kernel, jnp.einsum("nx,dx->nd", d_logits, w)
+        return d_kernel, (nll, jnp.einsum("nx,dx->nd", d_logits, w))
 
-    xs = tuple(_split(x, chunk) for x in (h, targets, lse, d_nll))
-    d_kernel, d_h = jax.lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), xs)
-    return _join(d_h, len(h)), d_kernel.astype(kernel.dtype), None
+    xs = _chunks(chunk, h, targets, weights)
+    d_kernel, parts = jax.lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), xs)
+    nll, d_h = (_join(part, len(h)) for part in parts)
+    return (nll.sum(), nll), (d_h, d_kernel, jnp.zeros((), kernel.dtype))
 
 
-_negative_log_likelihood.defvjp(_nll_fwd, _nll_bwd)
+def _nats_bwd(chunk, saved, cotangents):
+    d_h, d_kernel, like = saved
+    d_nats, _ = cotangents
+    return (d_nats * d_h).astype(d_h.dtype), (d_nats * d_kernel).astype(like.dtype), None, None
+
+
+_nats.defvjp(_nats_fwd, _nats_bwd)
 
 
 def _logits(h, w):
     return jnp.einsum("nd,dx->nx", h, w, preferred_element_type=jnp.float32)
 
 
-def _split(x, chunk):
-    """[N ...] -> [steps chunk ...]; the added rows are zero, and so are their cotangents."""
-    x = jnp.pad(x, ((0, -len(x) % chunk),) + ((0, 0),) * (x.ndim - 1))
-    return x.reshape(-1, chunk, *x.shape[1:])
+def _nll(logits, targets, weights):
+    """Weighted loss and log-sum-exp of each token."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return weights * (lse - picked), lse
+
+
+def _chunks(size, *arrays):
+    """[N ...] -> [steps size ...] each; the added rows are zero, and with them their weights."""
+
+    def split(x):
+        x = jnp.pad(x, ((0, -len(x) % size),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, size, *x.shape[1:])
+
+    return tuple(split(x) for x in arrays)
 
 
 def _join(x, length):

@@ -208,7 +208,7 @@ class Layer(nnx.Module):
         read, max_logit = self.attn_res.kind != "none", None
         if read:
             count, pushed = self.attn_res.before_attention(index)
-            x = _normed_mix(self.self_attention_res, self.input_layernorm, bank, count, prefix)
+            x, bank = self.self_attention_res.normed(bank, count, prefix, self.input_layernorm)
             bank, prefix = push(bank, count, prefix, pushed, written=written)
         else:
             x = self.input_layernorm(prefix)
@@ -221,7 +221,7 @@ class Layer(nnx.Module):
 
         if read:
             count, pushed = self.attn_res.before_mixer(index)
-            x = _normed_mix(self.mlp_res, self.post_attention_layernorm, bank, count, prefix)
+            x, bank = self.mlp_res.normed(bank, count, prefix, self.post_attention_layernorm)
             bank, prefix = push(bank, count, prefix, pushed, written=written)
         else:
             x = self.post_attention_layernorm(prefix)
@@ -233,11 +233,6 @@ class Layer(nnx.Module):
             return self.mlp(x), None
         mask = None if segment_ids is None else segment_ids > 0
         return self.block_sparse_moe(x, mask, collect)
-
-
-def _normed_mix(site: AttnResSite, norm: RMSNorm, bank, count, prefix):
-    """Input of a sub-layer. Recomputed in the backward pass, which then keeps what plain residuals keep (KF-070)."""
-    return jax.checkpoint(lambda bank, prefix: norm(site(bank, count, prefix)))(bank, prefix)
 
 
 class Unit(nnx.Module):
@@ -426,9 +421,10 @@ class K3(nnx.Module):
             bank, prefix, caches[plan.name], stats[plan.name] = self._stack(
                 plan, bank, prefix, segment_ids, collect, *cached
             )
-        if cfg.attn_res.kind != "none":
-            prefix = self.output_attn_res(bank, bank.shape[0], prefix)
-        h = self.norm(prefix)
+        if cfg.attn_res.kind == "none":
+            h = self.norm(prefix)
+        else:
+            h, _ = self.output_attn_res.normed(bank, bank.shape[0], prefix, self.norm)
         if state is None:
             return h, stats, None
         new = (

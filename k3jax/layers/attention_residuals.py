@@ -13,6 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.layers.norms import RMSNorm
+from k3jax.pallas_kernels.attention_residuals import attention_residuals
+from k3jax.pallas_kernels.attention_residuals.chunked import mix as mix
 from k3jax.sharding.annotate import param
 
 
@@ -49,48 +51,6 @@ class AttnResConfig:
         if self.block_size is not None:
             return index // self.block_size + 1, False
         return 2 * index + 1, True
-
-
-def mix(
-    bank: Float[Array, "M B T D"],
-    count: int | Int[Array, ""],
-    prefix: Float[Array, "B T D"],
-    query: Float[Array, " D"],
-    norm: Float[Array, " D"],
-    eps: float,
-) -> Float[Array, "B T D"]:
-    """Softmax over depth, one distribution per token.
-
-        score_i = <rms(v_i) * norm, query>,   h = sum_i softmax(score)_i v_i     (K3 report, Eq. 8-9)
-
-    Args:
-        bank: sources v_0 .. v_{M-1}; only rows below `count` take part, others may hold anything finite.
-        count: number of valid rows.
-        prefix: the last source, always valid.
-        query: pseudo-query; zero gives the plain average.
-        norm: weight of the key norm. Values are not normalised.
-        eps: epsilon of the key norm.
-
-    Returns: the mixture in prefix's dtype.
-    Numerics: scores, softmax and the weighted sum are float32. The bank is never copied: its scores and
-    its sum are taken apart from those of `prefix`.
-    Cost: 6 D per source and token.
-    """
-    if isinstance(count, int):
-        bank = bank[:count]
-    key = norm.astype(jnp.float32) * query.astype(jnp.float32)
-
-    def score(v):
-        v = v.astype(jnp.float32)
-        return jax.lax.rsqrt(jnp.mean(v * v, -1) + eps) * jnp.sum(v * key, -1)
-
-    valid = (jnp.arange(bank.shape[0]) < count)[:, None, None]
-    scores = jnp.concatenate(
-        [jnp.where(valid, score(bank), -jnp.inf), score(prefix)[None]]
-    )  # [M+1, B, T]
-    p = jax.nn.softmax(scores, axis=0)
-    banked = jnp.sum(p[:-1, ..., None] * bank.astype(jnp.float32), axis=0)
-    return (banked + p[-1, ..., None] * prefix.astype(jnp.float32)).astype(prefix.dtype)
 
 
 def push(
@@ -146,6 +106,36 @@ class AttnResSite(nnx.Module):
         self.norm = RMSNorm(width, eps=eps, rngs=rngs, param_dtype=param_dtype)
         self.proj = param(rngs, nnx.initializers.zeros, (width,), ("embed",), param_dtype)
 
-    def __call__(self, bank, count, prefix):
+    def __call__(
+        self,
+        bank: Float[Array, "M B T D"],
+        count: int | Int[Array, ""],
+        prefix: Float[Array, "B T D"],
+    ) -> Float[Array, "B T D"]:
+        """The mixture alone."""
+        return self._read(bank, count, prefix)[0]
+
+    def normed(
+        self,
+        bank: Float[Array, "M B T D"],
+        count: int | Int[Array, ""],
+        prefix: Float[Array, "B T D"],
+        norm: RMSNorm,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "M B T D"]]:
+        """Input of a sub-layer, norm(mixture), and the bank for the next reader.
+
+        Computed again in the backward pass, which keeps what plain residuals keep (KF-070).
+        """
+        return self._read(bank, count, prefix, out_norm=norm.weight[...], out_eps=norm.eps)
+
+    def _read(self, bank, count, prefix, **after):
         with jax.named_scope("attn_res"):
-            return mix(bank, count, prefix, self.proj[...], self.norm.weight[...], self.norm.eps)
+            return attention_residuals(
+                bank,
+                count,
+                prefix,
+                self.proj[...],
+                self.norm.weight[...],
+                eps=self.norm.eps,
+                **after,
+            )

@@ -14,7 +14,7 @@ from k3jax.layers.norms import RMSNorm, gated_rms_norm
 from k3jax.pallas_kernels.kda.api import kda, kda_from_logits
 from k3jax.pallas_kernels.kda.decode import kda_step
 from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_query
-from k3jax.pallas_kernels.short_conv.api import short_conv
+from k3jax.pallas_kernels.short_conv.api import short_conv_streams
 from k3jax.sharding.annotate import param
 
 
@@ -245,16 +245,9 @@ class KimiDeltaAttention(nnx.Module):
         conv = None if cache is None else cache.conv  # B W-1 3 H K
         if self.cfg.conv_size is None:
             return *(jax.nn.silu(a.astype(jnp.float32)).astype(x.dtype) for a in (q, k, v)), conv
-        # one call for the three streams, side by side as heads
-        past = None if conv is None else conv.reshape(*conv.shape[:2], -1, conv.shape[-1])
-        kernels = (m.kernel[...] for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
-        mixed, past = short_conv(
-            jnp.concatenate((q, k, v), axis=2),
-            jnp.concatenate(tuple(kernels), axis=1),
-            cache=past,
-            segment_ids=segment_ids,
-        )
-        return *jnp.split(mixed, 3, axis=2), None if conv is None else past.reshape(conv.shape)
+        kernels = tuple(m.kernel[...] for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+        mixed, new = short_conv_streams((q, k, v), kernels, cache=conv, segment_ids=segment_ids)
+        return *mixed, None if conv is None else new
 
 
 _OWN_GATE, _OWN_MIX = KimiDeltaAttention.log_decay, KimiDeltaAttention.mix
