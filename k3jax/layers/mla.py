@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.layers.feed_forward import Linear
 from k3jax.layers.norms import RMSNorm
-
-QUERY_BLOCK = 512  # queries whose logits exist at once; no more than this: no scan
+from k3jax.pallas_kernels.mla_attention import attention, mla_attention
 
 
 class MLACache(NamedTuple):
@@ -66,74 +65,6 @@ class MLAConfig:
     def init_cache(self, batch: int, max_len: int, dtype: str) -> MLACache:
         """An empty cache for rows of up to `max_len` tokens; `dtype` is the compute dtype."""
         return MLACache(jnp.zeros((batch, max_len, self.kv_rank + self.qk_shared_dim), dtype))
-
-
-def attention(
-    q: Float[Array, "B T H Q"],
-    k: Float[Array, "B S G Q"],
-    v: Float[Array, "B S G V"],
-    *,
-    scale: float,
-    q_position: Int[Array, "B T"],
-    q_segment: Int[Array, "B T"],
-    k_segment: Int[Array, "B S"],
-    block: int = QUERY_BLOCK,
-) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
-    """Causal softmax attention inside documents.
-
-        o_t = sum_s p_ts v_s,   p_t = softmax_s(scale q_t . k_s)
-        over keys s <= q_position_t of the same document       (architecture 6.1)
-
-    Args:
-        q: queries.
-        k: keys; G divides H, and H / G neighbouring heads share one key and value head.
-        v: values; their width may differ from Q.
-        scale: factor on q . k.
-        q_position: index, among the keys, of each query's own token.
-        q_segment: document of each query, 0 for padding.
-        k_segment: document of each key, 0 for padding.
-        block: queries per step of the scan that longer inputs go through.
-
-    Returns: outputs in float32, exactly 0 for queries without a key; and the largest scaled logit
-    of each head over all pairs that may attend, without gradient, 0 if there is none.
-    Numerics: float32 logits, softmax and accumulation (training keeps o in float32, K3 report
-    2.1.2); p is rounded to v's dtype for the product with v.
-    Cost: O(T S (Q + V)) per head; O(block S) memory, as the backward pass recomputes each block.
-    """
-    batch, queries, heads, width = q.shape
-    q = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], width)  # B T G R Q
-    positions = jnp.arange(k.shape[1])
-
-    def attend(q, q_position, q_segment):
-        logits = jnp.einsum("btgrq,bsgq->bgrts", q, k, preferred_element_type=jnp.float32)
-        mask = (positions <= q_position[:, :, None]) & (q_segment[:, :, None] > 0)
-        mask &= q_segment[:, :, None] == k_segment[:, None, :]
-        # Masked before exp: a huge masked logit would give inf there, and NaN in the backward pass.
-        logits = jnp.where(mask[:, None, None], logits * scale, -jnp.inf)
-        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-        p = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))
-        total = p.sum(-1)  # B G R T
-        o = jnp.einsum(
-            "bgrts,bsgv->btgrv", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
-        o = o / jnp.moveaxis(jnp.where(total == 0, 1, total), 3, 1)[..., None]
-        return o, top.max((0, 3, 4), initial=-jnp.inf)
-
-    if queries <= block:
-        o, top = attend(q, q_position, q_segment)
-    else:
-        steps = -(-queries // block)
-
-        def split(x):  # B T ... -> steps B block ...; the added queries are padding
-            x = jnp.pad(x, ((0, 0), (0, steps * block - queries)) + ((0, 0),) * (x.ndim - 2))
-            return jnp.moveaxis(x.reshape(batch, steps, block, *x.shape[2:]), 1, 0)
-
-        body = jax.checkpoint(lambda _, xs: (None, attend(*xs)))
-        _, (o, top) = jax.lax.scan(body, None, (split(q), split(q_position), split(q_segment)))
-        o = jnp.moveaxis(o, 0, 1).reshape(batch, steps * block, *o.shape[3:])[:, :queries]
-        top = top.max(0)
-    top = jnp.where(jnp.isfinite(top), top, 0).reshape(heads)
-    return o.reshape(batch, queries, heads, v.shape[-1]), top
 
 
 def rotate(
@@ -222,14 +153,17 @@ class GatedMLA(nnx.Module):
         if (cache is None) != (length is None):
             raise ValueError("mla: cache and length go together, one of them is None")
         with jax.named_scope("mla"):
+            documents = segment_ids
             if segment_ids is None:
                 segment_ids = jnp.ones(x.shape[:2], jnp.int32)
             index = jnp.broadcast_to(jnp.arange(x.shape[1]), segment_ids.shape)
             q_position = index if length is None else length[:, None] + index
             q, latent = self._project(x, segment_ids, q_position, decoding=cache is not None)
 
-            k_segment = segment_ids
-            if cache is not None and length is not None:
+            if cache is None or length is None:
+                k_n, k_r, v = self._expand(latent)
+                o, top = mla_attention(q, k_n, k_r, v, scale=self._scale, segment_ids=documents)
+            else:
                 slot = jnp.where(segment_ids > 0, q_position, cache.latent.shape[1])
                 rows = jnp.arange(x.shape[0])[:, None]
                 cache = MLACache(cache.latent.at[rows, slot].set(latent, mode="drop"))
@@ -237,11 +171,10 @@ class GatedMLA(nnx.Module):
                 k_segment = (jnp.arange(cache.latent.shape[1]) < filled).astype(jnp.int32)
                 # Not only masked: 0 * NaN from a slot's earlier use would still be NaN.
                 latent = jnp.where(k_segment[..., None] > 0, cache.latent, 0)
-
-            attend = self._absorbed if cache is not None and x.shape[1] == 1 else self._expanded
-            o, top = attend(
-                q, latent, q_position=q_position, q_segment=segment_ids, k_segment=k_segment
-            )
+                attend = self._absorbed if x.shape[1] == 1 else self._expanded
+                o, top = attend(
+                    q, latent, q_position=q_position, q_segment=segment_ids, k_segment=k_segment
+                )
             if cfg.out_gate:
                 o = o * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
             return self.o_proj(o.astype(x.dtype)), cache, top
@@ -265,10 +198,15 @@ class GatedMLA(nnx.Module):
     def _scale(self) -> float:
         return (self.cfg.qk_nope_dim + self.cfg.qk_shared_dim) ** -0.5
 
-    def _expanded(self, q, latent, **where):
-        """Attention over keys and values expanded from the latent, one per head."""
+    def _expand(self, latent):
+        """Keys of each head, the key that heads share, and values."""
         c, k_r = jnp.split(latent, [self.cfg.kv_rank], axis=-1)
         k_n, v = jnp.split(self.kv_b_proj(c), [self.cfg.qk_nope_dim], axis=-1)
+        return k_n, k_r, v
+
+    def _expanded(self, q, latent, **where):
+        """Attention over keys and values expanded from the latent, one per head."""
+        k_n, k_r, v = self._expand(latent)
         k_r = jnp.broadcast_to(k_r[:, :, None], (*k_n.shape[:3], k_r.shape[-1]))
         return attention(q, jnp.concatenate([k_n, k_r], -1), v, scale=self._scale, **where)
 
