@@ -58,8 +58,8 @@ def cross_entropy(
         weights: 1 if the token counts, else 0.
         chunk: tokens per step.
 
-    Returns: see `Loss`. `nats` is differentiable in h and kernel, in reverse mode; `nll` and
-        `count` are for reading and have no gradient.
+    Returns: see `Loss`. `nats` is differentiable in h, kernel and weights, in reverse mode; `nll`
+        is for reading and has no gradient.
     Numerics: logits, log-sum-exp and the sums are float32; so is the gradient of the kernel, in
         whatever dtype h is, because it is a sum over all tokens of the batch.
     Cost: O(N D X); O(chunk X) memory beside the gradient of the kernel. Under differentiation the
@@ -76,11 +76,11 @@ def _nats(chunk, h, kernel, targets, weights):
 
     def step(_, xs):
         h, targets, weights = xs
-        return None, _nll(_logits(h, w), targets, weights)[0]
+        return None, _nll(_logits(h, w), targets)[0]
 
     _, nll = jax.lax.scan(step, None, _chunks(chunk, h, targets, weights))
     nll = _join(nll, len(h))
-    return nll.sum(), nll
+    return (weights * nll).sum(), weights * nll
 
 
 def _nats_fwd(chunk, h, kernel, targets, weights):
@@ -89,7 +89,7 @@ def _nats_fwd(chunk, h, kernel, targets, weights):
     def step(d_kernel, xs):
         h, targets, weights = xs
         logits = _logits(h, w)
-        nll, lse = _nll(logits, targets, weights)
+        nll, lse = _nll(logits, targets)
         hit = jnp.arange(logits.shape[-1]) == targets[:, None]
         d_logits = ((jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]).astype(h.dtype)
         # Both products read it: without the barrier a TPU computes it once for each, tile by tile.
@@ -100,13 +100,15 @@ def _nats_fwd(chunk, h, kernel, targets, weights):
     xs = _chunks(chunk, h, targets, weights)
     d_kernel, parts = jax.lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), xs)
     nll, d_h = (_join(part, len(h)) for part in parts)
-    return (nll.sum(), nll), (d_h, d_kernel, jnp.zeros((), kernel.dtype))
+    out = (weights * nll).sum(), weights * nll
+    return out, (d_h, d_kernel, nll, jnp.zeros((), kernel.dtype))
 
 
 def _nats_bwd(chunk, saved, cotangents):
-    d_h, d_kernel, like = saved
+    d_h, d_kernel, nll, like = saved
     d_nats, _ = cotangents
-    return (d_nats * d_h).astype(d_h.dtype), (d_nats * d_kernel).astype(like.dtype), None, None
+    d_kernel = (d_nats * d_kernel).astype(like.dtype)
+    return (d_nats * d_h).astype(d_h.dtype), d_kernel, None, d_nats * nll
 
 
 _nats.defvjp(_nats_fwd, _nats_bwd)
@@ -116,11 +118,11 @@ def _logits(h, w):
     return jnp.einsum("nd,dx->nx", h, w, preferred_element_type=jnp.float32)
 
 
-def _nll(logits, targets, weights):
-    """Weighted loss and log-sum-exp of each token."""
+def _nll(logits, targets):
+    """Loss and log-sum-exp of each token."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return weights * (lse - picked), lse
+    return lse - picked, lse
 
 
 def _chunks(size, *arrays):

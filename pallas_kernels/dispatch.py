@@ -9,7 +9,8 @@ import jax
 logger = logging.getLogger("k3jax")
 
 Backend = tuple[Callable[..., Any], Callable[..., str | None]]
-# Backends that are taken unasked on one platform only. Asked for, they run anywhere they can: on
+# Backends that are taken unasked on one platform only, and where a device has all of its arrays to
+# itself. Asked for, they run anywhere they can: on
 # another host they compile ahead of time, or are interpreted.
 NATIVE = {"pallas_tpu": "tpu"}
 _used: dict[str, list[str]] = {}
@@ -22,6 +23,13 @@ def always(*_: Any) -> str | None:
 def used(op: str) -> tuple[str, ...]:
     """The backends that `op` has run on in this process, in the order of their first use."""
     return tuple(_used.get(op, ()))
+
+
+def _shared() -> bool:
+    """Whether several devices may hold the call's arrays: the compiler cannot divide a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = not mesh.empty and (mesh.size == 1 or mesh.are_all_axes_manual)
+    return jax.device_count() > 1 and not alone
 
 
 def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *args: Any) -> Callable:
@@ -41,9 +49,13 @@ def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *arg
     for name in candidates:
         function, unsupported = backends[name]
         platform = jax.default_backend()
-        if not requested and NATIVE.get(name, platform) != platform:
-            reasons[name] = f"this is a {platform}"
-            continue
+        if not requested and name in NATIVE:
+            if NATIVE[name] != platform:
+                reasons[name] = f"this is a {platform}"
+                continue
+            if _shared():
+                reasons[name] = f"{jax.device_count()} devices, and this is outside shard_map"
+                continue
         reason = unsupported(*args)
         if reason is None:
             if name not in (seen := _used.setdefault(op, [])):

@@ -19,6 +19,7 @@ GROUP = 16  # tokens that the inner loops have in registers: a tile of bfloat16
 VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
 SPARE = 8 * 2**20  # of them, for spills and the small operands
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+MOST_ROWS = 16  # of the bank: a program per count, and its statistics side by side in the lanes
 SCALES = 64  # lane from which on the statistics hold products with the key, after the scales
 TILES = (128, 64, 32, 16)  # tokens of a grid step, largest first
 SLOTS = 3  # tiles of the bank's cotangent: one comes, one is worked on, one goes
@@ -43,6 +44,8 @@ def unsupported(bank, count, prefix, out_norm) -> str | None:
     rows = min(rows, count) if isinstance(count, int) else rows
     if rows == 0 or prefix.size == 0:
         return "there is nothing to mix"
+    if rows > MOST_ROWS:
+        return f"{rows} rows; the kernels are compiled for each number up to {MOST_ROWS}"
     if not _tile(GROUP, _backward_bytes(rows, width), GROUP):
         return f"{rows} rows of width {width} do not fit on the chip"
     return None
@@ -65,13 +68,14 @@ def pallas_tpu(
     key = norm.astype(jnp.float32) * query.astype(jnp.float32)
     gain = jnp.ones_like(key) if out_norm is None else out_norm.astype(jnp.float32)
     count = jnp.asarray(count, jnp.int32).reshape(1)
-    missing = -prefix.shape[1] % GROUP
-    if not missing:
+    B, T, D = prefix.shape
+    if T % GROUP == 0:
         return _mix(plan, bank, count, prefix, key, gain)
-    # A row that is no multiple of the group is short or an experiment; this copies the bank.
-    ahead = ((0, 0), (0, missing), (0, 0))
-    x, _ = _mix(plan, jnp.pad(bank, ((0, 0), *ahead)), count, jnp.pad(prefix, ahead), key, gain)
-    return x[:, : prefix.shape[1]], bank
+    # An experiment or a decoding step: all rows' tokens as one row, which copies the bank.
+    more = ((0, 0), (0, -B * T % GROUP), (0, 0))
+    folded = jnp.pad(bank.reshape(len(bank), 1, B * T, D), ((0, 0), *more))
+    x, _ = _mix(plan, folded, count, jnp.pad(prefix.reshape(1, B * T, D), more), key, gain)
+    return x[:, : B * T].reshape(prefix.shape), bank
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -45,7 +45,7 @@ def grouped_matmul(
 
     Returns: products in x's dtype.
     Numerics: float32 accumulation.
-    Cost: 2 M K N and less than one block of rows more per group.
+    Cost: 2 M K N, and less than two blocks of rows more per group.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x {x.shape} and w {w.shape} do not fit [M, K] and [E, K, N]")

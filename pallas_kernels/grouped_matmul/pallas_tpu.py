@@ -6,12 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from k3jax.pallas_kernels.grouped_matmul.tpu_rows import (
-    BUDGET,
-    Product,
-    multiply_rows,
-    rows_sizes,
-)
+from k3jax.pallas_kernels.grouped_matmul.tpu_rows import Product, multiply_rows, rows_sizes
 from k3jax.pallas_kernels.grouped_matmul.tpu_weights import gradient_of_weights, weights_sizes
 from k3jax.pallas_kernels.grouped_matmul.visits import plan_visits
 
@@ -21,16 +16,20 @@ SUM = (Product(((0, 0), (1, 1))),)  # two rows, each with its matrix
 
 
 def unsupported(x: jax.Array, *ws: jax.Array) -> str | None:
-    """Why the kernels cannot run this call, or None."""
-    if x.shape[0] == 0 or ws[0].shape[0] == 0:
+    """Why the kernels cannot run this call, or None; ws as the ops take them: w, or w1, w3 and w2."""
+    (M, K), (E, _, N) = x.shape, ws[0].shape
+    if M == 0 or E == 0:
         return "there are no rows or no groups"
     if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype != x.dtype for w in ws):
         return f"x is {x.dtype} and w {ws[0].dtype}; both must be bfloat16 or float32"
-    # A block of rows and 128 columns of the matrices must lie on chip, over the whole depth.
-    widest = max(max(w.shape[1:]) for w in ws)
-    deepest = 2 * widest if len(ws) > 1 else widest
-    if 2 * x.dtype.itemsize * (512 + 128) * deepest > BUDGET:
-        return f"a matrix is {widest} wide, too much for on-chip memory"
+    size = x.dtype.itemsize
+    plans = [rows_sizes(M, E, [K], [K], N, size, 1), rows_sizes(M, E, [N], [N], K, size, 1)]
+    plans += [weights_sizes(M, E, K, N, size)]
+    if len(ws) > 1:
+        plans += [rows_sizes(M, E, [K], [K, K], N, size, 3), rows_sizes(M, E, [K], [K], N, size, 5)]
+        plans += [rows_sizes(M, E, [N, N], [N, N], K, size, 1), weights_sizes(M, E, N, K, size)]
+    if None in plans:
+        return f"matrices of {K} x {N} do not fit on the chip"
     return None
 
 
@@ -39,7 +38,9 @@ def _rows(xs, ws, group_sizes, products, finish, *, even=None, transposed=False,
     depths = [w.shape[2 if transposed else 1] for w in ws]
     columns = w.shape[1 if transposed else 2]
     arrays = len(options["out_dtypes"]) + len(options.get("beside", ()))
-    sizes = rows_sizes(x.shape[0], w.shape[0], depths, columns, x.dtype.itemsize, arrays)
+    widths = [x.shape[1] for x in xs]
+    sizes = rows_sizes(x.shape[0], w.shape[0], widths, depths, columns, x.dtype.itemsize, arrays)
+    assert sizes is not None, "unsupported() has let this call pass"
     visits = plan_visits(group_sizes, x.shape[0], sizes.tile, every=False)
     return multiply_rows(
         xs, ws, visits, sizes, products, finish, transposed=transposed, even=even, **options
@@ -49,6 +50,7 @@ def _rows(xs, ws, group_sizes, products, finish, *, even=None, transposed=False,
 def _matrices(x, d, group_sizes, *, even=None, name):
     (M, K), E = x.shape, group_sizes.shape[0]
     sizes = weights_sizes(M, E, K, d.shape[1], x.dtype.itemsize)
+    assert sizes is not None, "unsupported() has let this call pass"
     visits = plan_visits(group_sizes, M, sizes.tile, every=True)
     return gradient_of_weights(x, d, visits, sizes, E, name=name, even=even)
 
@@ -83,10 +85,16 @@ grouped_matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def experts(x, w1, w3, w2, p, group_sizes, activation: Callable, even=None):
     """Arguments as `api.experts`; two kernels."""
     (a,) = _rows(
-        [x], [w1, w3], group_sizes, TWO, lambda g, u: (activation(g, u),),
+        [x], [w1, w3], group_sizes, TWO, lambda g, u: _activated(activation, x.dtype, g, u)[2:],
         out_dtypes=[x.dtype], name="experts_up", even=even,
     )  # fmt: skip
     return _down(a, w2, p, group_sizes, even)
+
+
+def _activated(activation, dtype, g, u):
+    """From the rounded g and u, as the backward pass sees them."""
+    g, u = (b.astype(dtype).astype(jnp.float32) for b in (g, u))
+    return g, u, activation(g, u)
 
 
 def _down(a, w2, p, group_sizes, even):
@@ -98,16 +106,9 @@ def _down(a, w2, p, group_sizes, even):
 
 
 def _experts_fwd(x, w1, w3, w2, p, group_sizes, activation, even):
-    dtype = x.dtype
-
-    def finish(g, u):
-        # From the rounded values, as the backward pass sees them.
-        g, u = (b.astype(dtype).astype(jnp.float32) for b in (g, u))
-        return g, u, activation(g, u)
-
     g, u, a = _rows(
-        [x], [w1, w3], group_sizes, TWO, finish,
-        out_dtypes=[dtype] * 3, name="experts_up", even=even,
+        [x], [w1, w3], group_sizes, TWO, lambda g, u: _activated(activation, x.dtype, g, u),
+        out_dtypes=[x.dtype] * 3, name="experts_up", even=even,
     )  # fmt: skip
     return _down(a, w2, p, group_sizes, even), (x, w1, w3, w2, p, group_sizes, g, u)
 

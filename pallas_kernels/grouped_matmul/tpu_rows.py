@@ -3,7 +3,7 @@
 Grid: (column tiles of the result, visits). A column tile of a group's matrix stays on chip while
 all rows of the group pass, so that every matrix is read once; the rows are read once per column
 tile. Inside a visit the rows go through the matrix units in chunks that start at the group's own
-first row, hence a group costs its rows and less than one chunk more, wherever tiles begin.
+first row, hence a group, which the ends of tiles cut, costs less than two chunks more than its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from k3jax.pallas_kernels.grouped_matmul.visits import Visits
 BUDGET = 52 << 20  # bytes of on-chip memory for blocks; the rest of 64 MiB is the compiler's
 LIMIT = 62 << 20
 ALIGN = 16  # rows: bfloat16 lies in tiles of 16, and a load may begin at any of them
-WIDE = 512  # columns of one product
+WIDE = 256  # columns of one product: those of a wide matrix unit
+LANES = 128
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,35 @@ def column_tile(columns: int, most: int) -> int:
 
 
 def rows_sizes(
-    rows: int, groups: int, depths: Sequence[int], columns: int, itemsize: int, beside: int
-) -> Sizes:
-    """Blocks that fit on chip.
+    rows: int,
+    groups: int,
+    widths: Sequence[int],
+    depths: Sequence[int],
+    columns: int,
+    itemsize: int,
+    beside: int,
+) -> Sizes | None:
+    """Blocks that fit on chip; None if none do.
 
     Args:
         rows, groups: of the call.
-        depths: contracted width of each matrix that is held.
+        widths: of each array of rows.
+        depths: contracted width of each matrix.
         columns: of the result.
         itemsize: bytes of an element.
         beside: further arrays of the result's shape that are read or written.
     """
     mean = rows // max(groups, 1)
     chunk = 256 if mean >= 512 else 128
-    tile = 512 if mean >= 128 else 256
-    tile = min(tile, -(-rows // chunk) * chunk)
-    held = 2 * itemsize * tile * sum(set(depths))
-    per_column = 2 * itemsize * (sum(depths) + tile * beside)
-    return Sizes(
-        tile, min(chunk, tile), column_tile(columns, max((BUDGET - held) // per_column, 128))
-    )
+    for tile in (512, 256):
+        if tile == 512 and mean < 128:
+            continue
+        tile = min(tile, -(-rows // chunk) * chunk)
+        held = 2 * itemsize * tile * sum(widths)
+        per_column = 2 * itemsize * (sum(depths) + tile * beside)
+        if (most := (BUDGET - held) // per_column) >= min(columns, LANES):
+            return Sizes(tile, min(chunk, tile), column_tile(columns, most))
+    return None
 
 
 def multiply_rows(
@@ -97,16 +107,17 @@ def multiply_rows(
         products: float32 sums, the first arguments of `finish`.
         finish: (products ..., beside ..., [weights]) -> results, all float32 [rows, columns].
         beside: [M, N] arrays, read beside the products.
-        weights: [M] float32, given to `finish` as a column.
+        weights: [M] float32, given to `finish` spread over the columns.
         out_dtypes: of the results [M, N].
-        row_sums: the last result of `finish` is not written but summed over columns, to [M] float32.
+        row_sums: the last result of `finish` is not written but summed over columns, to parts
+            [column tiles, M, 128] in float32 that add up to [M].
         name: of the kernel.
         even: rows of every group, if known when compiling: the visits then are arithmetic, which
             the compiler's profiler can follow. For estimates.
     """
     M, N = xs[0].shape[0], ws[0].shape[1 if transposed else 2]
     J, tn = pl.cdiv(N, sizes.columns), sizes.columns
-    lookup = _Even(even, sizes.tile, M) if even else _Tables(visits)
+    lookup = Even(even, sizes.tile, M) if even else Tables(visits)
     grid = (J, lookup.count)
     pieces = [slice(n, min(n + WIDE, tn)) for n in range(0, tn, WIDE)]
     exact = jax.lax.Precision.HIGHEST if xs[0].dtype == jnp.float32 else None
@@ -125,14 +136,15 @@ def multiply_rows(
     in_specs += [result] * len(beside)
     operands = [*xs, *ws, *beside]
     if weights is not None:
-        in_specs.append(rows_of(1))
-        operands.append(weights.astype(jnp.float32)[:, None])
+        # A column would take as much memory, and be spread over the lanes again for every product.
+        in_specs.append(rows_of(LANES))
+        operands.append(jnp.broadcast_to(weights.astype(jnp.float32)[:, None], (M, LANES)))
     outs = [jax.ShapeDtypeStruct((M, N), dtype) for dtype in out_dtypes]
     out_specs = [result] * len(outs)
     if row_sums:
-        outs.append(jax.ShapeDtypeStruct((J, M, 1), jnp.float32))
+        outs.append(jax.ShapeDtypeStruct((J, M, LANES), jnp.float32))
         out_specs.append(
-            pl.BlockSpec((None, sizes.tile, 1), lambda j, v, *t: (j, lookup.tile(t, v), 0))
+            pl.BlockSpec((None, sizes.tile, LANES), lambda j, v, *t: (j, lookup.tile(t, v), 0))
         )
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -178,7 +190,7 @@ def multiply_rows(
                     done.append(sum(parts[1:], parts[0]))
                 done += [ref[rows, piece].astype(jnp.float32) for ref in near]
                 if p_ref is not None:
-                    done.append(p_ref[rows, :])
+                    done.append(_wide(p_ref[rows, :], piece.stop - piece.start))
                 values = finish(*done)
                 if row_sums:
                     *values, last_one = values
@@ -186,7 +198,7 @@ def multiply_rows(
                         column = jax.lax.broadcasted_iota(jnp.int32, last_one.shape, 1)
                         column += pl.program_id(0) * tn + piece.start
                         last_one = jnp.where(column < N, last_one, 0)
-                    sums += last_one.sum(1, keepdims=True)
+                    sums += _by_lane(last_one)
                 for ref, value in zip(out_refs, values, strict=False):
                     write(ref, (rows, piece), inside, value)
             if row_sums:
@@ -213,7 +225,22 @@ def multiply_rows(
     )(*lookup.operands, *operands)
 
 
-class _Tables:
+def _wide(replicated: jax.Array, width: int) -> jax.Array:
+    """[rows, 128] of equal lanes as something that spreads over `width` columns."""
+    if width % LANES:
+        return replicated[:, :1]
+    return jnp.concatenate([replicated] * (width // LANES), axis=1)
+
+
+def _by_lane(x: jax.Array) -> jax.Array:
+    """[rows, 128] whose lanes add up to the sum of each row of x; whole registers are added."""
+    if x.shape[1] % LANES:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
+        return jnp.where(lane == 0, x.sum(1, keepdims=True), 0)
+    return sum(x[:, i : i + LANES] for i in range(LANES, x.shape[1], LANES)) + x[:, :LANES]
+
+
+class Tables:
     """Visits read from scalar memory."""
 
     tables = len(Visits._fields)
@@ -237,7 +264,7 @@ class _Tables:
         pl.loop(0, jnp.where(live, 0, steps))(clear)
 
 
-class _Even:
+class Even:
     """Visits of groups of equal size, by arithmetic."""
 
     tables, operands = 0, ()

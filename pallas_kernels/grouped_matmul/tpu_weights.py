@@ -12,10 +12,11 @@ from jax.experimental.pallas import tpu as pltpu
 from k3jax.pallas_kernels.grouped_matmul.tpu_rows import (
     ALIGN,
     BUDGET,
+    LANES,
     LIMIT,
+    Even,
     Sizes,
-    _Even,
-    _Tables,
+    Tables,
     column_tile,
 )
 from k3jax.pallas_kernels.grouped_matmul.visits import Visits
@@ -23,14 +24,16 @@ from k3jax.pallas_kernels.grouped_matmul.visits import Visits
 DEEP = 512  # rows of one product's result
 
 
-def weights_sizes(rows: int, groups: int, depth: int, columns: int, itemsize: int) -> Sizes:
-    """Blocks that fit on chip; chunks fill the contracted side of a wide matrix unit."""
+def weights_sizes(rows: int, groups: int, depth: int, columns: int, itemsize: int) -> Sizes | None:
+    """Blocks that fit on chip, or None; chunks fill the contracted side of a wide matrix unit."""
     mean = rows // max(groups, 1)
-    chunk = 256
+    chunk = 512 if mean >= 2048 else 256  # fewer additions to the sum, more rows of other groups
     tile = min(512 if mean >= 128 else 256, -(-rows // chunk) * chunk)
     held = 2 * itemsize * tile * depth
     per_column = depth * (4 + 2 * itemsize) + 2 * itemsize * tile
-    return Sizes(tile, chunk, column_tile(columns, max((BUDGET - held) // per_column, 128)))
+    if (most := (BUDGET - held) // per_column) < min(columns, LANES):
+        return None
+    return Sizes(tile, chunk, column_tile(columns, most))
 
 
 def gradient_of_weights(
@@ -46,7 +49,7 @@ def gradient_of_weights(
     """[E, K, N] sums of x_m^T d_m over each group's rows, in x's dtype; arguments as `multiply_rows`."""
     (M, K), N = x.shape, d.shape[1]
     tn, tile = sizes.columns, sizes.tile
-    lookup = _Even(even, tile, M) if even else _Tables(visits)
+    lookup = Even(even, tile, M) if even else Tables(visits)
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     pieces = [slice(k, min(k + DEEP, K)) for k in range(0, K, DEEP)]
 

@@ -66,5 +66,4 @@ def mla_attention(
     if q.size == 0 or v.size == 0:
         return jnp.zeros(v.shape, jnp.float32), jnp.zeros(H, jnp.float32)
     run = dispatch.choose("mla_attention", BACKENDS, backend, q, k, k_shared, v)
-    o, top = run(q, k, k_shared, v, segment_ids, scale)
-    return o, top
+    return run(q, k, k_shared, v, segment_ids, scale)

@@ -16,6 +16,7 @@ from k3jax.pallas_kernels.mla_attention.tpu_forward import (
     forward,
 )
 from k3jax.pallas_kernels.mla_attention.tpu_grid import (
+    F32,
     LANES,
     LOG2E,
     block_size,
@@ -115,9 +116,9 @@ def _attend_backward(sizes, residuals, cotangents):
     qT, k, k_shared, v, segment_ids, o, m, total = residuals
     # p stays exp2(s - m), as in the forward pass: its sum divides d_o instead. The logarithm of the
     # sum is no choice: beside a logit of 1e4 float32 keeps three digits of it.
-    d_o = cotangents[0] / total.swapaxes(1, 2)[..., None]
-    delta = (o * d_o).sum(-1).swapaxes(1, 2)  # B H T
-    d_o = d_o.astype(v.dtype)
+    d_o = (cotangents[0] / total.swapaxes(1, 2)[..., None]).astype(v.dtype)
+    # Of the rounded d_o, as dp is: what both have in common (v has a mean) then cancels.
+    delta = (o * d_o.astype(F32)).sum(-1).swapaxes(1, 2)  # B H T
     return *backward(sizes, qT, k, k_shared, v, d_o, m, delta, segment_ids), None
 
 

@@ -24,6 +24,7 @@ from k3jax.pallas_kernels.mla_attention.tpu_grid import (
 
 STEP_TOKENS = 2048  # of a grid step, at most
 MOST_PAGES = 16  # of a grid step
+SPARE = 8 * 2**20  # bytes of on-chip memory for queries, sums and spills
 
 
 def unsupported(q, pages, kv_rank: int) -> str | None:
@@ -32,8 +33,13 @@ def unsupported(q, pages, kv_rank: int) -> str | None:
         return f"pages are {pages.dtype}; needs bfloat16 or float32"
     if q.dtype not in (pages.dtype, jnp.float32):
         return f"q is {q.dtype} and pages {pages.dtype}; needs the same or float32"
-    if pages.shape[1] % 16:
+    width_bytes = round_up(pages.shape[2], LANES) * pages.dtype.itemsize
+    if pages.shape[1] % 16 or pages.shape[1] == 0:
         return f"pages of {pages.shape[1]} tokens; needs a multiple of 16"
+    # A page comes while another is read; the logits of a step's tokens lie beside them.
+    held = max(pages.shape[1], STEP_TOKENS) * (2 * width_bytes + 3 * 4 * round_up(q.shape[1], 16))
+    if held > VMEM_BYTES - SPARE:
+        return f"pages of {pages.shape[1]} tokens and {q.shape[1]} heads do not fit on the chip"
     if kv_rank % LANES:
         return f"kv_rank = {kv_rank}; needs a multiple of {LANES}"
     return None

@@ -112,7 +112,9 @@ def compare(
                 record["error"] = report["error"][:300]
             else:
                 chip, found = CHIPS[report["device_kind"]], summary(report)
-                found["us"] = round(found["us"] * case.repeats, 1)
+                for key in ("us", "pallas_us", "hbm_us", "mxu_us"):
+                    found[key] = round(found[key] * case.repeats, 1)
+                found["repeats"] = case.repeats  # of the kernels listed
                 floor = floors(chip, case.flops, case.moved)
                 record |= found | {"floor_us": floor}
                 record["of_floor"] = round(max(floor.values()) / found["us"], 3)

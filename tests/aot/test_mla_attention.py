@@ -18,7 +18,7 @@ DECODE = {
 V6E = {
     "a long row, two backward kernels": SHORT | {"T": 1_048_576, "H": 1},
     "two rows, V 256": SHORT | {"T": 600, "B": 2, "V": 256},
-    "as it comes": {"T": 4096, "H": 1, "backward": False},
+    "as it comes": {"T": 4096, "H": 1},
 }
 
 

@@ -14,6 +14,7 @@ from k3jax.pallas_kernels.grouped_matmul import (
     blocked,
     experts,
     grouped_matmul,
+    pallas_tpu,
     tpu_rows,
     tpu_weights,
 )
@@ -198,8 +199,6 @@ def test_experts(case, backend):
     inputs = expert_inputs(M, sizes, L, F)
     if backend == "reference":  # it multiplies every row by every matrix
         inputs = jax.tree.map(jnp.nan_to_num, inputs)
-    if backend == "composed":
-        inputs = {k: jnp.nan_to_num(v) if k in ("p", "dy") else v for k, v in inputs.items()}
     got = run_experts(inputs, np.array(sizes, np.int32), backend)
     assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
 
@@ -253,14 +252,47 @@ def test_kernels_over_nan(case):
 
 def test_kf_064_columns_that_no_tile_divides(monkeypatch):
     """With little on-chip memory 200 columns are two tiles, the second one of 72."""
-    monkeypatch.setattr(tpu_rows, "BUDGET", 0)
-    monkeypatch.setattr(tpu_weights, "BUDGET", 0)
-    sizes = [20, 0, 9]
-    assert tpu_rows.rows_sizes(40, 3, [200], 200, 4, 1).columns == 128
-    inputs = expert_inputs(40, sizes, 200, 200)
+    sizes, M, n = [20, 0, 9], 40, 200
+    enough = 8 * 128 * n + 130 * 8 * (n + 128 * 5)  # 130 columns beside five further arrays
+    monkeypatch.setattr(tpu_rows, "BUDGET", enough)
+    monkeypatch.setattr(tpu_weights, "BUDGET", enough)
+    found = tpu_rows.rows_sizes(M, 3, [n], [n], n, 4, 5)
+    assert found is not None
+    assert found.columns == 128
+    inputs = expert_inputs(M, sizes, n, n)
     with interpreted():
         got = run_experts.__wrapped__(inputs, np.array(sizes, np.int32), "pallas_tpu")
     assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
+
+
+def test_evaluation_and_training_see_the_same_outputs():
+    """The forward pass alone keeps nothing, and still rounds as the one that is differentiated."""
+    inputs, sizes = expert_inputs(40, [20, 0, 20], 128, 128, dtype="bfloat16"), [20, 0, 20]
+    n = np.array(sizes, np.int32)
+    with interpreted():
+        alone = experts(*(inputs[k] for k in FLOATS), n, situ, backend="pallas_tpu")
+        training = run_experts(inputs, n, "pallas_tpu")["y"]
+    np.testing.assert_array_equal(alone, training)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((0, 5, 8, 8), "bfloat16", "no rows"),
+        ((9, 0, 8, 8), "bfloat16", "no groups"),
+        ((9, 5, 8, 8), "float16", "float16"),
+        ((4096, 2, 2048, 40_960), "bfloat16", "2048 x 40960 do not fit"),
+        ((4096, 2, 2048, 8192), "bfloat16", None),
+        ((4096, 2, 3584, 3072), "float32", None),
+        ((4096, 2, 3584, 3072), "bfloat16", None),
+        ((14_336, 896, 3584, 3072), "bfloat16", None),
+    ],
+)
+def test_what_the_kernels_decline(shape, dtype, reason):
+    M, E, K, N = shape
+    x, w1, w2 = (jax.ShapeDtypeStruct(s, dtype) for s in ((M, K), (E, K, N), (E, N, K)))
+    found = pallas_tpu.unsupported(x, w1, w1, w2)
+    assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize("every", [False, True])
