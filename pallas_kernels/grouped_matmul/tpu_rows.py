@@ -71,15 +71,15 @@ def rows_sizes(
     """
     mean = rows // max(groups, 1)
     chunk = 256 if mean >= 512 else 128
-    for tile in (512, 256):
-        if tile == 512 and mean < 128:
-            continue
+    found = []
+    for tile in (512, 256) if mean >= 128 else (256,):
         tile = min(tile, -(-rows // chunk) * chunk)
         held = 2 * itemsize * tile * sum(widths)
         per_column = 2 * itemsize * (sum(depths) + tile * beside)
         if (most := (BUDGET - held) // per_column) >= min(columns, LANES):
-            return Sizes(tile, min(chunk, tile), column_tile(columns, most))
-    return None
+            found.append(Sizes(tile, min(chunk, tile), column_tile(columns, most)))
+    # The rows are read once per column tile, hence the widest.
+    return max(found, key=lambda sizes: sizes.columns, default=None)
 
 
 def multiply_rows(

@@ -205,7 +205,7 @@ def test_bfloat16_values_with_a_mean(blocks):
     """What dp and delta have in common cancels only if both come from the same rounded d_o."""
     blocks(64, 128)
     arrays = normal(300, H=2, seed=5)
-    arrays["v"] = arrays["v"] + 8
+    arrays[3] = arrays[3] + 8  # v
     got = results(arrays, backend="pallas_tpu", dtype="bfloat16")
     compare(got, definition(arrays, dtype="bfloat16"), limit=1e-2)
 
