@@ -1,4 +1,4 @@
-"""Which backend runs unasked, and why another did not."""
+"""Kernels on several devices; choosing among backends otherwise: test_kda_api.py."""
 
 import jax
 import pytest
@@ -19,19 +19,6 @@ def fresh(monkeypatch):
 
 def chosen(requested=None):
     return dispatch.choose("op", BACKENDS, requested)()
-
-
-def test_kernels_run_on_their_platform_only(caplog):
-    with caplog.at_level("INFO", "k3jax"):
-        assert chosen() == "portable"
-    assert "op runs on backend chunked (not pallas_tpu: this is a cpu)" in caplog.text
-    assert chosen("pallas_tpu") == "kernel"
-
-
-def test_one_device_takes_the_kernel(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert chosen() == "kernel"
 
 
 @pytest.mark.devices
