@@ -113,7 +113,7 @@ def merge_prefix(
     """
     p = prefix.astype(jnp.float32)
     key = norm.astype(jnp.float32) * query.astype(jnp.float32)
-    score = jax.lax.rsqrt(jnp.mean(p * p, -1) + eps) * jnp.sum(p * key, -1)
+    score = chunked.score(p, key, eps)
     top = jnp.maximum(banked.top, score)
     old, new = jnp.exp(banked.top - top), jnp.exp(score - top)
     h = old[..., None] * banked.mixed + new[..., None] * p

@@ -5,6 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+def score(v: Float[Array, "*lead D"], key: Float[Array, " D"], eps: float) -> Float[Array, "*lead"]:
+    """<rms(v), key>, float32, for key = norm * query (K3 report, Eq. 9)."""
+    v = v.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(v * v, -1) + eps) * jnp.sum(v * key, -1)
+
+
 def mix(
     bank: Float[Array, "M B T D"],
     count: int | Int[Array, ""],
@@ -20,14 +26,9 @@ def mix(
     if isinstance(count, int):
         bank = bank[:count]
     key = norm.astype(jnp.float32) * query.astype(jnp.float32)
-
-    def score(v):
-        v = v.astype(jnp.float32)
-        return jax.lax.rsqrt(jnp.mean(v * v, -1) + eps) * jnp.sum(v * key, -1)
-
     valid = (jnp.arange(bank.shape[0]) < count)[:, None, None]
     scores = jnp.concatenate(
-        [jnp.where(valid, score(bank), -jnp.inf), score(prefix)[None]]
+        [jnp.where(valid, score(bank, key, eps), -jnp.inf), score(prefix, key, eps)[None]]
     )  # [M+1, B, T]
     p = jax.nn.softmax(scores, axis=0)
     banked = jnp.sum(p[:-1, ..., None] * bank.astype(jnp.float32), axis=0)

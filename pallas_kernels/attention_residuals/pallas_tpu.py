@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from k3jax.pallas_kernels.tpu_chip import SPARE, VMEM_BYTES, cores
+
 LANES = 128
 GROUP = 16  # tokens that the inner loops have in registers: a tile of bfloat16
-VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
-SPARE = 8 * 2**20  # of them, for spills and the small operands
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 16  # of the bank: a program per count, and its statistics side by side in the lanes
 SCALES = 64  # lane from which on the statistics hold products with the key, after the scales
@@ -123,14 +123,6 @@ def _tile(tokens: int, token_bytes: int, most: int) -> int:
     return next(iter(even or short), 0)
 
 
-def _cores() -> int:
-    """TensorCores behind one device: a v5p has two, which share a parallel grid dimension."""
-    kind = jax.sharding.get_abstract_mesh().abstract_device
-    if kind is None and jax.default_backend() != "tpu":
-        return 1  # interpreted
-    return pltpu.get_tpu_info().num_cores
-
-
 class _Grid:
     """(parts, tiles of a part): the tiles of all rows of the batch, one after the other."""
 
@@ -139,7 +131,7 @@ class _Grid:
         self.tile, self.tiles = tile, pl.cdiv(T, tile)
         self.T, self.plan = T, plan
         total = B * self.tiles
-        parts = _cores() if total % _cores() == 0 else 1
+        parts = cores() if total % cores() == 0 else 1
         self.steps = total // parts
         self.grid = (parts, self.steps)
 

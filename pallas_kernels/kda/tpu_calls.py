@@ -13,10 +13,9 @@ from jaxtyping import Array
 from k3jax.pallas_kernels.kda.tpu_backward import backward_kernel
 from k3jax.pallas_kernels.kda.tpu_forward import forward_kernel
 from k3jax.pallas_kernels.kda.tpu_step import CHUNK, TILE, TILES, Plan
+from k3jax.pallas_kernels.tpu_chip import SPARE, VMEM_BYTES, cores
 
 LANES = 128
-VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
-SPILLS = 8 * 2**20  # of them, for what the compiler puts there
 MOST_CHAINS = 32  # a step: the compiler takes longer than in proportion
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
 Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
@@ -51,7 +50,7 @@ def _forward_plan(plan: Plan, H: int) -> Plan:
 
 def _divisors(H: int, most: int) -> list[int]:
     """Of the number of heads, largest first; both cores of a v5p share the groups of heads."""
-    return [n for n in range(most, 0, -1) if H % n == 0 and (H // n) % min(_cores(), H) == 0] or [1]
+    return [n for n in range(most, 0, -1) if H % n == 0 and (H // n) % min(cores(), H) == 0] or [1]
 
 
 def _fits(plan: Plan) -> bool:
@@ -70,15 +69,7 @@ def _fits(plan: Plan) -> bool:
     blocks += states * (8 if plan.snapshots else jnp.dtype(plan.dtype).itemsize)
     memories = 4 * plan.heads * plan.V * plan.K * 2
     scratch = sum(size(shape, dtype) for shape, dtype in _backward_scratch(plan).values())
-    return scratch + 2 * (blocks + memories) <= VMEM_BYTES - SPILLS
-
-
-def _cores() -> int:
-    """TensorCores behind one device: a v5p has two, which share the parallel grid dimension."""
-    kind = jax.sharding.get_abstract_mesh().abstract_device
-    if kind is None and jax.default_backend() != "tpu":
-        return 1  # interpreted
-    return pltpu.get_tpu_info().num_cores
+    return scratch + 2 * (blocks + memories) <= VMEM_BYTES - SPARE
 
 
 # q, k, v, g [tokens, H X]; beta [tokens, H]; marks [tokens, 2], if masked: which tokens are real, and

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from k3jax.pallas_kernels.mla_attention.tpu_forward import Sizes
 from k3jax.pallas_kernels.mla_attention.tpu_grid import (
     F32,
-    VMEM_BYTES,
     allowed,
     column,
     document_tables,
@@ -31,6 +30,7 @@ from k3jax.pallas_kernels.mla_attention.tpu_grid import (
     split,
     unfold,
 )
+from k3jax.pallas_kernels.tpu_chip import VMEM_BYTES
 
 LARGEST_BLOCK = 1024  # tokens
 QUERIES, KEYS = 256, 256  # of a part of a step

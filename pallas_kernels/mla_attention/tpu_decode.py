@@ -17,14 +17,13 @@ from k3jax.pallas_kernels.mla_attention.tpu_grid import (
     F32,
     LANES,
     LOG2E,
-    VMEM_BYTES,
     matmul,
     round_up,
 )
+from k3jax.pallas_kernels.tpu_chip import SPARE, VMEM_BYTES
 
 STEP_TOKENS = 2048  # of a grid step, at most
 MOST_PAGES = 16  # of a grid step
-SPARE = 8 * 2**20  # bytes of on-chip memory for queries, sums and spills
 
 
 def unsupported(q, pages, kv_rank: int) -> str | None:

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from k3jax.pallas_kernels.tpu_chip import VMEM_BYTES
+
 LANES = 128
 LARGEST_BLOCK = 2048  # tokens
-VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
 LOG2E = 1.4426950408889634
 F32 = jnp.float32
 

@@ -14,10 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from k3jax.pallas_kernels.tpu_chip import VMEM_BYTES, cores
+
 LANES = 128
 HALO = 8  # rows kept of a neighbouring tile: a tile of float32
 BEFORE = 16  # rows of a tile of bfloat16
-VMEM_BYTES = 60 * 2**20  # of 64 MiB on a TPU7x
 TILES = (128, 64, 32, 16)  # tokens of a grid step, largest first
 UNROLL = 2  # groups of 128 columns that an inner step works on
 STRIP = 32  # rows that it has in registers
@@ -67,11 +68,11 @@ def pallas_tpu(
     B, T, H, K = x.shape
     channels = H * K
     tile = _tile(T, channels, x.dtype)
-    cores = _cores()
+    shared_by = cores()
     plan = Plan(
         masked=reach is not None or T % tile != 0,
         tile=tile,
-        parts=cores if channels % (cores * UNROLL * LANES) == 0 else 1,
+        parts=shared_by if channels % (shared_by * UNROLL * LANES) == 0 else 1,
     )
     if plan.masked and reach is None:
         reach = jnp.full((B, T), 2**HALO - 1, jnp.int32)
@@ -109,14 +110,6 @@ def _tile(T: int, channels: int, dtype) -> int:
     fitting = [n for n in TILES if (n + 2 * HALO) * token < VMEM_BYTES * 3 // 4 and n <= T]
     even = [n for n in fitting if T % n == 0]
     return next(iter([n for n in even if n >= 64] or fitting), 0)
-
-
-def _cores() -> int:
-    """TensorCores behind one device: a v5p has two, which share the channels."""
-    kind = jax.sharding.get_abstract_mesh().abstract_device
-    if kind is None and jax.default_backend() != "tpu":
-        return 1  # interpreted
-    return pltpu.get_tpu_info().num_cores
 
 
 class _Layout:
