@@ -1,5 +1,6 @@
 """The device mesh: how many ways each axis splits the work."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,44 +8,72 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")  # axes that split the rows of a batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    # ways to split the batch with parameters replicated; -1: all devices that are left
+    # ways to split the rows with parameters replicated; -1: all devices that are left
     data: int = -1
-    fsdp: int = 1  # ways to split the batch and, with it, parameters and optimizer state
+    fsdp: int = 1  # ways to split the rows and, with them, parameters and optimizer state
+    expert: int = 1  # ways to split the rows and, with them, the routed experts
+    context: int = 1  # ways to split the tokens of a row
+    tensor: int = 1  # ways to split heads and feed-forward channels
 
     def __post_init__(self):
-        sizes = (self.data, self.fsdp)
-        if any(n == 0 or n < -1 for n in sizes) or sizes.count(-1) > 1:
-            raise ValueError(
-                f"mesh.data={self.data}, mesh.fsdp={self.fsdp}: use sizes of at least 1, and -1 at most once"
-            )
+        sizes = dataclasses.asdict(self)
+        if any(n == 0 or n < -1 for n in sizes.values()) or list(sizes.values()).count(-1) > 1:
+            given = ", ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
+            raise ValueError(f"{given}: use sizes of at least 1, and -1 at most once")
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh with axes `data` and `fsdp` over `devices` (default: all); one device is a 1 x 1 mesh.
+    """Mesh with the five axes over `devices` (default: all); one device is a mesh of ones.
+
+    Axes are Explicit: an array's type says how it is split, and a mistake is an error at once.
 
     Raises: ValueError if the axis sizes do not multiply to the number of devices.
     """
     devices = list(devices if devices is not None else jax.devices())
-    sizes = {"data": cfg.data, "fsdp": cfg.fsdp}
+    sizes = dataclasses.asdict(cfg)
     fixed = math.prod(n for n in sizes.values() if n > 0)
     sizes = {axis: len(devices) // fixed if n == -1 else n for axis, n in sizes.items()}
     if math.prod(sizes.values()) != len(devices):
         asked = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
         raise ValueError(
             f"mesh {asked} needs {math.prod(sizes.values())} devices, {len(devices)} are here: "
-            "change --mesh.data or --mesh.fsdp"
+            "change --mesh.data, or another axis"
         )
     return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
+        tuple(sizes[axis] for axis in AXES),
+        AXES,
         devices=devices,
-        axis_types=(AxisType.Auto,) * len(sizes),
+        axis_types=(AxisType.Explicit,) * len(AXES),
     )
 
 
+def check_batch(mesh: Mesh, *, rows: int, tokens: int) -> None:
+    """Raises ValueError, naming the numbers, if a batch [rows, tokens] does not divide over `mesh`."""
+    ways = math.prod(mesh.shape[axis] for axis in ROWS)
+    if rows % ways:
+        raise ValueError(
+            f"{rows} rows per pass do not divide over data x fsdp x expert = "
+            f"{' x '.join(str(mesh.shape[axis]) for axis in ROWS)} = {ways}: choose --batch-size "
+            "and --accumulation so that each gets as many"
+        )
+    if tokens % mesh.shape["context"]:
+        raise ValueError(
+            f"rows of seq_len={tokens} tokens do not divide over mesh.context="
+            f"{mesh.shape['context']}: choose a multiple of it"
+        )
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Placement of a batch [rows, tokens]."""
+    return NamedSharding(mesh, PartitionSpec(ROWS, "context"))
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Placement of a batch [accumulation, rows, tokens]: rows over both axes."""
-    return NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None))
+    """Placement of a batch [accumulation, rows, tokens]."""
+    return NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))

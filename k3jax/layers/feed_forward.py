@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from k3jax.sharding.annotate import param
+from k3jax.sharding.annotate import contracted, gathered, param, psum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class Linear(nnx.Module):
     """y = x W without bias, over any number of input and output dimensions.
 
     The kernel is stored as `[*in_shape, *out_shape]`, so heads are dimensions and not reshapes.
-    Compute happens in x's dtype: the kernel is cast where it is used.
+    Compute happens in x's dtype: the kernel is cast where it is used. On a mesh its output
+    dimensions may be split, and a product over split input dimensions is summed over the devices.
 
     Args:
         in_shape: trailing dimensions of x that are contracted.
@@ -99,7 +100,8 @@ class Linear(nnx.Module):
         self.kernel = param(rngs, init, (*in_shape, *out_shape), axes, param_dtype)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+        y = jnp.tensordot(x, gathered(self.kernel, x.dtype), axes=self.num_in)
+        return psum(y, *contracted(self.kernel, self.num_in))
 
 
 class FeedForward(nnx.Module):

@@ -221,7 +221,7 @@ class Experts(nnx.Module):
     ):
         self.activation = activation
         init = nnx.initializers.normal(init_std)
-        up, down = ("experts", axis, "ffn"), ("experts", "ffn", axis)
+        up, down = ("experts", axis, "expert_ffn"), ("experts", "expert_ffn", axis)
         self.w1 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
         self.w3 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
         self.w2 = param(rngs, init, (num_experts, ffn_dim, dim), down, param_dtype)
@@ -263,10 +263,8 @@ class LatentMoE(nnx.Module):
     ):
         common = {"rngs": rngs, "param_dtype": param_dtype, "init_std": init_std}
         self.cfg = cfg
-        self.gate = Linear((width,), (cfg.num_experts,), ("embed", "experts"), **common)
-        self.router_bias = Buffer(
-            jnp.zeros(cfg.num_experts, jnp.float32), logical_axes=("experts",)
-        )
+        self.gate = Linear((width,), (cfg.num_experts,), ("embed", "scores"), **common)
+        self.router_bias = Buffer(jnp.zeros(cfg.num_experts, jnp.float32))
         dim, axis = width, "embed"
         if cfg.latent_dim is not None:
             dim, axis = cfg.latent_dim, "latent"
