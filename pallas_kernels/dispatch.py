@@ -25,11 +25,19 @@ def used(op: str) -> tuple[str, ...]:
     return tuple(_used.get(op, ()))
 
 
-def _shared() -> bool:
-    """Whether several devices may hold the call's arrays: the compiler cannot divide a kernel."""
+def platform() -> str:
+    """What the program being traced is for: the mesh's devices may be another kind than this
+    process runs on, where it is compiled ahead of time."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _sharers() -> int:
+    """How many devices may hold the call's arrays; the compiler cannot divide a kernel."""
     mesh = jax.sharding.get_abstract_mesh()
-    alone = not mesh.empty and (mesh.size == 1 or mesh.are_all_axes_manual)
-    return jax.device_count() > 1 and not alone
+    if mesh.empty:
+        return jax.device_count()
+    return 1 if mesh.are_all_axes_manual else mesh.size
 
 
 def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *args: Any) -> Callable:
@@ -48,13 +56,12 @@ def choose(op: str, backends: Mapping[str, Backend], requested: str | None, *arg
     reasons = {}
     for name in candidates:
         function, unsupported = backends[name]
-        platform = jax.default_backend()
         if not requested and name in NATIVE:
-            if NATIVE[name] != platform:
-                reasons[name] = f"this is a {platform}"
+            if NATIVE[name] != (here := platform()):
+                reasons[name] = f"this is a {here}"
                 continue
-            if _shared():
-                reasons[name] = f"{jax.device_count()} devices, and this is outside shard_map"
+            if (devices := _sharers()) > 1:
+                reasons[name] = f"{devices} devices, and this is outside shard_map"
                 continue
         reason = unsupported(*args)
         if reason is None:

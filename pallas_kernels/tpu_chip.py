@@ -1,7 +1,8 @@
 """What every TPU kernel must know of the chip: its memory, and how many cores share a grid."""
 
-import jax
 from jax.experimental.pallas import tpu as pltpu
+
+from k3jax.pallas_kernels.dispatch import platform
 
 VMEM_BYTES = 60 * 2**20  # that a kernel may use, of 64 MiB on a TPU7x
 SPARE = 8 * 2**20  # of them, for spills and small operands
@@ -9,7 +10,6 @@ SPARE = 8 * 2**20  # of them, for spills and small operands
 
 def cores() -> int:
     """TensorCores behind one device: a v5p has two, which share a parallel grid dimension."""
-    kind = jax.sharding.get_abstract_mesh().abstract_device
-    if kind is None and jax.default_backend() != "tpu":
+    if platform() != "tpu":
         return 1  # interpreted
     return pltpu.get_tpu_info().num_cores

@@ -105,6 +105,23 @@ def estimate(
         return _add_up(info, program, ops)
 
 
+def environment(flags: Sequence[str] = ()) -> dict[str, str]:
+    """Environment of a process that compiles with libtpu, with these flags of it."""
+    path = [os.getcwd(), *map(str, Path(k3jax.__path__[0]).parents[:1])]
+    return {
+        **os.environ,
+        # No TPU is looked for, neither here nor at a cloud's metadata server.
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",  # the caller's are for another backend
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or a lock file allows one process per machine
+        "LIBTPU_INIT_ARGS": " ".join(flags),
+        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
+    }
+
+
 def compile_all(
     cases: Sequence[Mapping[str, Any]], *, python: str = sys.executable, timeout: float = 3600
 ) -> list[dict[str, Any]]:
@@ -170,19 +187,7 @@ class _Compiler:
 
     def run(self, spec: dict[str, Any], flags: list[str]) -> str | None:
         """Runs the worker; None or the error's text."""
-        path = [os.getcwd(), *map(str, Path(k3jax.__path__[0]).parents[:1])]
-        env = {
-            **os.environ,
-            # No TPU is looked for, neither here nor at a cloud's metadata server.
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",  # the caller's are for another backend
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or a lock file allows one process per machine
-            "LIBTPU_INIT_ARGS": " ".join(flags),
-            "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
-        }
+        env = environment(flags)
         command = [self.python, "-m", "k3jax.pallas_kernels.tpu_cost.worker", json.dumps(spec)]
         with (Path(spec["out"]) / "log.txt").open("w+", errors="replace") as log:
             try:
