@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -28,29 +29,38 @@ class MeshConfig:
             raise ValueError(f"{given}: use sizes of at least 1, and -1 at most once")
 
 
+def mesh_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Size of each axis over so many devices.
+
+    Raises: ValueError if the sizes do not multiply to their number.
+    """
+    sizes = dataclasses.asdict(cfg)
+    fixed = math.prod(n for n in sizes.values() if n > 0)
+    sizes = {axis: num_devices // fixed if n == -1 else n for axis, n in sizes.items()}
+    if math.prod(sizes.values()) != num_devices:
+        asked = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
+        raise ValueError(
+            f"mesh {asked} needs {math.prod(sizes.values())} devices, {num_devices} are here: "
+            "change --mesh.data, or another axis"
+        )
+    return sizes
+
+
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh with the five axes over `devices` (default: all); one device is a mesh of ones.
 
-    Axes are Explicit: an array's type says how it is split, and a mistake is an error at once.
+    Axes are Explicit: an array's type says how it is split, and a mistake is an error at once. On
+    TPUs a mesh axis gets whole dimensions of the torus where the sizes allow it, and else a part of
+    one, which `jax.make_mesh` refuses on pods.
 
     Raises: ValueError if the axis sizes do not multiply to the number of devices.
     """
     devices = list(devices if devices is not None else jax.devices())
-    sizes = dataclasses.asdict(cfg)
-    fixed = math.prod(n for n in sizes.values() if n > 0)
-    sizes = {axis: len(devices) // fixed if n == -1 else n for axis, n in sizes.items()}
-    if math.prod(sizes.values()) != len(devices):
-        asked = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
-        raise ValueError(
-            f"mesh {asked} needs {math.prod(sizes.values())} devices, {len(devices)} are here: "
-            "change --mesh.data, or another axis"
-        )
-    return jax.make_mesh(
-        tuple(sizes[axis] for axis in AXES),
-        AXES,
-        devices=devices,
-        axis_types=(AxisType.Explicit,) * len(AXES),
+    sizes = mesh_sizes(cfg, len(devices))
+    placed = mesh_utils.create_device_mesh(
+        tuple(sizes[axis] for axis in AXES), devices, allow_split_physical_axes=True
     )
+    return Mesh(placed, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def check_batch(mesh: Mesh, *, rows: int, tokens: int) -> None:
