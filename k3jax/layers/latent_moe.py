@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
-from k3jax.pallas_kernels.grouped_matmul import experts
-from k3jax.sharding.annotate import Buffer, param
+from k3jax.pallas_kernels.grouped_matmul import experts, experts_backward, experts_forward
+from k3jax.sharding.annotate import (
+    Buffer,
+    axis_size,
+    gathered,
+    join_tokens,
+    param,
+    split_tokens,
+)
+from k3jax.sharding.expert_parallel import apply_experts, plan_dispatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,50 +166,22 @@ def _competing(biased: Float[Array, "*batch E"], cfg: LatentMoEConfig) -> Float[
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
 
 
-class Dispatch(NamedTuple):
-    """Rows (token, choice) sorted by expert; rows of padding tokens lie behind the last expert."""
+@dataclass(frozen=True)
+class ExpertsOp:
+    """The feed-forward of the routed experts as `apply_experts` calls it."""
 
-    order: Int[Array, " rows"]  # token-major index of each sorted row
-    inverse: Int[Array, " rows"]  # sorted position of each token-major row
-    group_sizes: Int[Array, " E"]  # rows per expert
+    activation: ActivationConfig
 
+    def __call__(self, rows, p, group_sizes, matrices):
+        return experts(rows, *matrices, p, group_sizes, self.activation)
 
-def plan_dispatch(
-    ids: Int[Array, "tokens A"], mask: Bool[Array, " tokens"] | None, num_experts: int
-) -> Dispatch:
-    """Sort the (token, choice) rows by expert, stably. Cost: two sorts of tokens * A integers."""
-    if mask is not None:
-        ids = jnp.where(mask[:, None], ids, num_experts)
-    expert = ids.reshape(-1)
-    order = jnp.argsort(expert)
-    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
-    return Dispatch(order, jnp.argsort(order), group_sizes)
+    def forward(self, rows, p, group_sizes, matrices):
+        return experts_forward(rows, *matrices, p, group_sizes, self.activation)
 
-
-@jax.custom_vjp
-def dispatch_rows(z: Float[Array, "tokens L"], plan: Dispatch) -> Float[Array, "rows L"]:
-    """The rows (token, choice) in the order of experts: a gather.
-
-    Autodiff alone would scatter-add in the backward pass, which is slower and, on GPUs, not
-    deterministic; a row's sorted position is known, so that too is a gather: `combine_rows`.
-    """
-    return z[plan.order // (plan.order.shape[0] // z.shape[0])]
-
-
-@jax.custom_vjp
-def combine_rows(y: Float[Array, "rows L"], plan: Dispatch, like: Any) -> Float[Array, "tokens L"]:
-    """Float32 sum over each token's rows; `like` is any array with one entry per token."""
-    return y[plan.inverse].astype(jnp.float32).reshape(like.shape[0], -1, y.shape[-1]).sum(1)
-
-
-dispatch_rows.defvjp(
-    lambda z, plan: (dispatch_rows(z, plan), (z[:, :0], plan)),
-    lambda saved, d: (combine_rows(d, saved[1], saved[0]).astype(d.dtype), None),
-)
-combine_rows.defvjp(
-    lambda y, plan, like: (combine_rows(y, plan, like), (y[:0], plan, like)),
-    lambda saved, du: (dispatch_rows(du.astype(saved[0].dtype), saved[1]), None, None),
-)
+    def backward(self, saved, dy, rows, p, group_sizes, matrices):
+        args = rows, *matrices, p, group_sizes, self.activation
+        dx, dw1, dw3, dw2, dp = experts_backward(saved, dy, *args)
+        return dx, dp, (dw1, dw3, dw2)
 
 
 class Experts(nnx.Module):
@@ -219,7 +199,7 @@ class Experts(nnx.Module):
         param_dtype: str,
         init_std: float,
     ):
-        self.activation = activation
+        self.num_experts, self.activation = num_experts, activation
         init = nnx.initializers.normal(init_std)
         up, down = ("experts", axis, "expert_ffn"), ("experts", "expert_ffn", axis)
         self.w1 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
@@ -234,12 +214,9 @@ class Experts(nnx.Module):
         mask: Bool[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens L"]:
         """Weighted sum of each token's experts, float32; 0 for padding tokens."""
-        w1, w3, w2 = (w[...].astype(z.dtype) for w in (self.w1, self.w3, self.w2))
-        plan = plan_dispatch(ids, mask, w1.shape[0])
-        p = dispatch_rows(weights.reshape(-1, 1), plan)[:, 0]
-        rows = dispatch_rows(z, plan)
-        y = experts(rows, w1, w3, w2, p, plan.group_sizes, self.activation)
-        return combine_rows(y, plan, ids)
+        plan = plan_dispatch(ids, mask, self.num_experts)
+        matrices = tuple(gathered(w, z.dtype) for w in (self.w1, self.w3, self.w2))
+        return apply_experts(ExpertsOp(self.activation), z, weights, plan, matrices)
 
 
 class LatentMoE(nnx.Module):
@@ -248,6 +225,11 @@ class LatentMoE(nnx.Module):
         y = W_up rms(sum_j p_j E_j(W_down x)) + E_shared(x)     (K3 report, Eq. 11)
 
     Router and shared experts read x in full width.
+
+    On a mesh the routed part works on this device's share of the tokens that a `tensor` group has in
+    common, so that none travels twice to its experts (`sharding/expert_parallel.py`). The shared
+    experts are split over `tensor` and see all tokens. They depend on x alone: nothing makes them
+    wait for the exchange, and the compiler may compute them while it is under way.
     """
 
     def __init__(
@@ -295,21 +277,25 @@ class LatentMoE(nnx.Module):
             mask: False for padding, which reaches no routed expert and no statistics.
             collect: also return what Quantile Balancing needs.
 
-        Returns: the outputs in x's dtype, and the statistics or None.
+        Returns: the outputs in x's dtype, and the statistics of this device's share or None.
         """
-        cfg, tokens = self.cfg, x.reshape(-1, x.shape[-1])
+        cfg, every = self.cfg, x.reshape(-1, x.shape[-1])
         mask = None if mask is None else mask.reshape(-1)
+        if mask is None and every.shape[0] % axis_size("tensor"):
+            mask = jnp.ones(every.shape[0], bool)  # the shares are filled with padding
+        tokens, mask = split_tokens(every), None if mask is None else split_tokens(mask)
         bias = self.router_bias[...]
         with jax.named_scope("route"):
-            routing = route(tokens, self.gate.kernel[...], bias, cfg)
+            routing = route(tokens, gathered(self.gate.kernel), bias, cfg)
         with jax.named_scope("routed_experts"):
             z = tokens if cfg.latent_dim is None else self.routed_expert_down_proj(tokens)
             u = self.experts(z, routing.ids, routing.weights, mask).astype(x.dtype)
             u = self.routed_expert_norm(u) if cfg.latent_norm else u
             y = u if cfg.latent_dim is None else self.routed_expert_up_proj(u)
+            y = join_tokens(y, every.shape[0])
         if cfg.num_shared:
             with jax.named_scope("shared_experts"):
-                y = y + self.shared_experts(tokens)
+                y = y + self.shared_experts(every)
         stats = None
         if collect:
             with jax.named_scope("collect_stats"):

@@ -22,7 +22,7 @@ def backends() -> dict[str, dispatch.Backend]:
         "blocked": (blocked.blocked, dispatch.always),
         "reference": (reference.dense, dispatch.always),
     }
-    on_tpu = jax.default_backend() == "tpu"
+    on_tpu = dispatch.platform() == "tpu"
     return kernel | (ragged_dot | plain if on_tpu else plain | ragged_dot)
 
 
@@ -55,10 +55,22 @@ def grouped_matmul(
     return run(x, w, group_sizes)
 
 
+def _composed(function: Callable) -> dispatch.Backend:
+    return functools.partial(function, grouped_matmul), dispatch.always
+
+
 EXPERTS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.experts, pallas_tpu.unsupported),
-    "composed": (functools.partial(composed.experts, grouped_matmul), dispatch.always),
+    "composed": _composed(composed.experts),
     "reference": (reference.experts, dispatch.always),
+}
+FORWARD: dict[str, dispatch.Backend] = {
+    "pallas_tpu": (pallas_tpu.experts_forward, pallas_tpu.unsupported),
+    "composed": _composed(composed.forward),
+}
+BACKWARD: dict[str, dispatch.Backend] = {
+    "pallas_tpu": (pallas_tpu.experts_backward, pallas_tpu.unsupported),
+    "composed": _composed(composed.backward),
 }
 
 
@@ -92,6 +104,61 @@ def experts(
     The gradient is that of w2 (p a), the same function: dL/dp = <a, w2^T dL/dy> needs no expert
     output, so none is kept for the backward pass (moe_parallelism 1).
     """
+    _check(x, w1, w3, w2, p, group_sizes)
+    run = dispatch.choose("experts", EXPERTS, backend, x, w1, w3, w2)
+    return run(x, w1, w3, w2, p, group_sizes, activation)
+
+
+Saved = tuple[Float[Array, "M F"], Float[Array, "M F"]]  # w1_e x and w3_e x, in x's dtype
+
+
+def experts_forward(
+    x: Float[Array, "M L"],
+    w1: Float[Array, "E L F"],
+    w3: Float[Array, "E L F"],
+    w2: Float[Array, "E F L"],
+    p: Float[Array, " M"],
+    group_sizes: Int[Array, " E"],
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    backend: str | None = None,
+) -> tuple[Float[Array, "M L"], Saved]:
+    """`experts`, and what `experts_backward` needs beside the arguments.
+
+    The two are for a caller that differentiates by hand, as across an exchange of rows between
+    devices; `experts` itself is differentiable.
+    """
+    _check(x, w1, w3, w2, p, group_sizes)
+    run = dispatch.choose("experts", FORWARD, backend, x, w1, w3, w2)
+    return run(x, w1, w3, w2, p, group_sizes, activation)
+
+
+def experts_backward(
+    saved: Saved,
+    dy: Float[Array, "M L"],
+    x: Float[Array, "M L"],
+    w1: Float[Array, "E L F"],
+    w3: Float[Array, "E L F"],
+    w2: Float[Array, "E F L"],
+    p: Float[Array, " M"],
+    group_sizes: Int[Array, " E"],
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    backend: str | None = None,
+) -> tuple[
+    Float[Array, "M L"],
+    Float[Array, "E L F"],
+    Float[Array, "E L F"],
+    Float[Array, "E F L"],
+    Float[Array, " M"],
+]:
+    """The gradients of `experts` by x, w1, w3, w2 and p; `backend` as for `experts_forward`."""
+    _check(x, w1, w3, w2, p, group_sizes)
+    run = dispatch.choose("experts", BACKWARD, backend, x, w1, w3, w2)
+    return run(saved, dy, x, w1, w3, w2, p, group_sizes, activation)
+
+
+def _check(x, w1, w3, w2, p, group_sizes):
     if x.ndim != 2 or w1.shape != w3.shape or w1.ndim != 3 or x.shape[1] != w1.shape[1]:
         raise ValueError(f"x {x.shape}, w1 {w1.shape}, w3 {w3.shape} do not fit [M, L], [E, L, F]")
     if w2.shape != (w1.shape[0], w1.shape[2], w1.shape[1]):
@@ -101,5 +168,3 @@ def experts(
             f"group_sizes {group_sizes.shape} and p {p.shape} do not fit {w1.shape[0]} experts "
             f"and {x.shape[0]} rows"
         )
-    run = dispatch.choose("experts", EXPERTS, backend, x, w1, w3, w2)
-    return run(x, w1, w3, w2, p, group_sizes, activation)

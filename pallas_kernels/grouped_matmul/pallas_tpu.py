@@ -105,17 +105,21 @@ def _down(a, w2, p, group_sizes, even):
     return y
 
 
-def _experts_fwd(x, w1, w3, w2, p, group_sizes, activation, even):
+def experts_forward(x, w1, w3, w2, p, group_sizes, activation: Callable, even=None):
+    """Arguments as `api.experts_forward`; two kernels."""
     g, u, a = _rows(
         [x], [w1, w3], group_sizes, TWO, lambda g, u: _activated(activation, x.dtype, g, u),
         out_dtypes=[x.dtype] * 3, name="experts_up", even=even,
     )  # fmt: skip
-    return _down(a, w2, p, group_sizes, even), (x, w1, w3, w2, p, group_sizes, g, u)
+    return _down(a, w2, p, group_sizes, even), (g, u)
 
 
-def _experts_bwd(activation, even, saved, dy):
-    """No expert output is kept or made: dL/dp = <a, w2^T dy> (moe_parallelism 1)."""
-    x, w1, w3, w2, p, group_sizes, g, u = saved
+def experts_backward(saved, dy, x, w1, w3, w2, p, group_sizes, activation: Callable, even=None):
+    """Arguments as `api.experts_backward`; five kernels.
+
+    No expert output is kept or made: dL/dp = <a, w2^T dy> (moe_parallelism 1).
+    """
+    g, u = saved
 
     def finish(t, g, u, p):
         a, pull = jax.vjp(activation, g, u)
@@ -133,7 +137,17 @@ def _experts_bwd(activation, even, saved, dy):
     dw1 = _matrices(x, dg, group_sizes, name="experts_up_dw", even=even)
     dw3 = _matrices(x, du, group_sizes, name="experts_up_dw", even=even)
     dw2 = _matrices(a, dy, group_sizes, name="experts_down_dw", even=even)
-    return dx, dw1, dw3, dw2, dp.sum((0, 2)).astype(p.dtype), None
+    return dx, dw1, dw3, dw2, dp.sum((0, 2)).astype(p.dtype)
+
+
+def _experts_fwd(x, w1, w3, w2, p, group_sizes, activation, even):
+    y, saved = experts_forward(x, w1, w3, w2, p, group_sizes, activation, even)
+    return y, (saved, x, w1, w3, w2, p, group_sizes)
+
+
+def _experts_bwd(activation, even, residuals, dy):
+    saved, *args = residuals
+    return *experts_backward(saved, dy, *args, activation, even), None
 
 
 experts.defvjp(_experts_fwd, _experts_bwd)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from k3jax.layers import latent_moe
 from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, route
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.quantile_balancing import collect_stats, update_bias
+from k3jax.sharding import expert_parallel
 from k3jax.sharding.annotate import Buffer
 from tests.golden_io import cases, check, load
 
@@ -349,7 +349,7 @@ def test_kf_058_bias_is_no_parameter_and_is_not_changed_by_the_layer():
 def test_every_choice_has_exactly_one_row():
     ids = jnp.asarray(np.argsort(normal(10, 20, 8), axis=1)[:, :3])
     mask = jnp.arange(20) % 3 != 0
-    plan = latent_moe.plan_dispatch(ids, mask, 8)
+    plan = expert_parallel.plan_dispatch(ids, mask, 8)
     np.testing.assert_array_equal(np.sort(plan.order), np.arange(60))
     np.testing.assert_array_equal(np.asarray(plan.order)[plan.inverse], np.arange(60))
     np.testing.assert_array_equal(plan.group_sizes, np.bincount(np.ravel(ids[mask]), minlength=8))
@@ -398,14 +398,14 @@ def test_output_and_gradients_equal_a_dense_product(cfg):
 
 def test_dispatch_and_combine_are_each_other_s_gradient():
     ids = jnp.asarray(np.argsort(normal(13, 6, 8), axis=1)[:, :3])
-    plan = latent_moe.plan_dispatch(ids, jnp.arange(6) != 2, 8)
+    plan = expert_parallel.plan_dispatch(ids, jnp.arange(6) != 2, 8)
     z, d_rows, du = normal(14, 6, 4), normal(15, 18, 4), normal(16, 6, 4)
-    rows, pull = jax.vjp(lambda z: latent_moe.dispatch_rows(z, plan), z)
+    rows, pull = jax.vjp(lambda z: expert_parallel.dispatch_rows(z, plan), z)
     np.testing.assert_array_equal(rows, np.repeat(z, 3, axis=0)[plan.order])
     want = np.zeros_like(z)
     np.add.at(want, np.asarray(plan.order) // 3, d_rows)
     np.testing.assert_allclose(pull(d_rows)[0], want, rtol=1e-6)
-    u, pull = jax.vjp(lambda y: latent_moe.combine_rows(y, plan, ids), d_rows)
+    u, pull = jax.vjp(lambda y: expert_parallel.combine_rows(y, plan, ids), d_rows)
     np.testing.assert_allclose(u, want, rtol=1e-6)
     np.testing.assert_array_equal(pull(du)[0], np.repeat(du, 3, axis=0)[plan.order])
 
