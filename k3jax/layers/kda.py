@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from k3jax.layers import kda_context
 from k3jax.layers.feed_forward import Linear
 from k3jax.layers.norms import RMSNorm, gated_rms_norm
 from k3jax.pallas_kernels.kda.api import kda, kda_from_logits
@@ -211,7 +212,9 @@ class KimiDeltaAttention(nnx.Module):
             x: normalised activations.
             segment_ids: document of each token, 1, 2, ... in runs, 0 for padding; None: one
                 document per row. With `cache`: 1 for real tokens, then 0 for padding on the right.
-            cache: conv inputs and memory of the tokens before x; None starts afresh.
+                Where `context` ranks share rows, x is a window of them and this the whole rows.
+            cache: conv inputs and memory of the tokens before x (before the row, where ranks share
+                it); None starts afresh.
 
         Returns: the outputs (0 at padding), and the cache after the last real token (None if none
         was given).
@@ -224,9 +227,11 @@ class KimiDeltaAttention(nnx.Module):
             z = self.f_proj(x) if cfg.gate_rank is None else self.f_b_proj(self.f_a_proj(x))
             beta = cfg.beta_max * jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
             state = None if cache is None else cache.state
-            decoding = cache is not None and x.shape[1] == 1
+            windows = kda_context.ranks() > 1  # x is a part of its rows
+            decoding = cache is not None and x.shape[1] == 1 and not windows
             if (type(self).log_decay, type(self).mix) == (_OWN_GATE, _OWN_MIX) and not decoding:
-                o, state = kda_from_logits(
+                run = kda_context.kda_from_logits if windows else kda_from_logits
+                o, state = run(
                     q, k, v, z, beta, self.A_log[...], self.dt_bias[...], g_min=cfg.g_min,
                     state=state, segment_ids=segment_ids,
                     chunk_size=cfg.chunk_size, backend=cfg.backend,
@@ -234,7 +239,15 @@ class KimiDeltaAttention(nnx.Module):
             else:
                 g = self.log_decay(z.astype(jnp.float32) + self.dt_bias[...])
                 q, k = normalize_query(q), l2_normalize(k)
-                o, state = self.mix(q, k, v, g, beta, state, segment_ids)
+                if not windows:
+                    o, state = self.mix(q, k, v, g, beta, state, segment_ids)
+                elif type(self).mix is _OWN_MIX:  # only the gate is another one
+                    o, state = kda_context.kda(
+                        q, k, v, g, beta, g_min=None, state=state, segment_ids=segment_ids,
+                        chunk_size=cfg.chunk_size, backend=cfg.backend,
+                    )  # fmt: skip
+                else:
+                    o, state = kda_context.gathered(self.mix, q, k, v, g, beta, state, segment_ids)
             gate = self.g_proj(x) if cfg.out_gate_rank is None else self.g_b_proj(self.g_a_proj(x))
             y = self.o_proj(gated_rms_norm(o, self.o_norm.weight[...], gate, cfg.norm_eps))
             return y, None if conv is None else KDACache(conv, state)
@@ -246,7 +259,14 @@ class KimiDeltaAttention(nnx.Module):
         if self.cfg.conv_size is None:
             return *(jax.nn.silu(a.astype(jnp.float32)).astype(x.dtype) for a in (q, k, v)), conv
         kernels = tuple(m.kernel[...] for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
-        mixed, new = short_conv_streams((q, k, v), kernels, cache=conv, segment_ids=segment_ids)
+        past, tokens, size = conv, x.shape[1], self.cfg.conv_size - 1
+        windows = kda_context.ranks() > 1
+        if windows and size > 0:
+            past = kda_context.conv_past((q, k, v), size, conv, segment_ids)
+        ids = kda_context.own(segment_ids, tokens)
+        mixed, new = short_conv_streams((q, k, v), kernels, cache=past, segment_ids=ids)
+        if windows and conv is not None:
+            new = kda_context.conv_cache(new, segment_ids, tokens).astype(conv.dtype)
         return *mixed, None if conv is None else new
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.kda import chunked_tiles
 from k3jax.pallas_kernels.kda.chunked_tiles import Tiles, einsum, inner, reshape_last
 from k3jax.pallas_kernels.kda.config import Config
@@ -65,7 +66,7 @@ class Prepared(NamedTuple):
         return reshape_last(self.tiles.read, 2, C, R, K)[..., row, :]
 
 
-def _is_bounded(cfg: Config) -> bool:
+def is_bounded(cfg: Config) -> bool:
     """Whether a tile may be one product. Not for autodiff, whose dg would not cancel exactly."""
     nats = None if cfg.g_min is None else -cfg.g_min * chunked_tiles.BOUNDED_TILE
     return nats is not None and nats <= chunked_tiles.MOST_NATS and not cfg.plain_autodiff
@@ -86,7 +87,7 @@ def _prepare(x: Group, cfg: Config) -> Prepared:
         k,
         g,
         _of_all_heads(x.starts),
-        bounded=_is_bounded(cfg),
+        bounded=is_bounded(cfg),
         erase=cfg.erase,
         dtype=dtype,
     )
@@ -274,7 +275,7 @@ def layout(
     C = min(cfg.chunk_size, max(16, 1 << (T - 1).bit_length()))
     # With documents, the most chunks that any division of T tokens can need.
     count = -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
-    elements = GROUP_ELEMENTS["cpu" if jax.default_backend() == "cpu" else "other"]
+    elements = GROUP_ELEMENTS["cpu" if dispatch.platform() == "cpu" else "other"]
     chunks = max(1, min(count, elements // (B * H * C * max(K, v.shape[-1]))))
     groups = -(-min(count, cfg.checkpoint_every) // chunks)
     segments = -(-count // (chunks * groups))
