@@ -29,7 +29,7 @@ def _scaled(
     num_bins: int = 1000,
     chunk_size: int = 64,
     dtype: str,
-    remat: Literal["none", "full", "dots"],
+    remat: Literal["none", "dots", "full", "offload"],
 ) -> K3Config:
     """Kimi K3 with other sizes and the same mechanisms."""
     k3 = kimi_k3_model()

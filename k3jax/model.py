@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.memory import Space
 from jaxtyping import Array, Float, Int
 
 from k3jax.decode_state import Cache, DecodeState
@@ -25,7 +26,8 @@ from k3jax.layers.latent_moe import LatentMoEConfig, RouterStats
 from k3jax.layers.mla import MLAConfig
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import update_bias
-from k3jax.sharding.annotate import param
+from k3jax.sharding.annotate import gathered, lookup, param
+from k3jax.sharding.context_parallel import gather_tokens, window
 
 Attention = Literal["kda", "mla"]
 Mixer = Literal["dense", "moe"]
@@ -50,7 +52,8 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    remat: Literal["none", "full", "dots"]  # recompute nothing, a whole unit, or all but matmuls
+    # recompute nothing, all but matmuls, or whole units; "offload": units, their inputs in host memory
+    remat: Literal["none", "dots", "full", "offload"]
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):
@@ -78,8 +81,8 @@ class K3Config:
                 f"model.moe is None, so all layers are dense: set num_dense_layers={self.num_layers}, "
                 f"not {self.num_dense_layers}"
             )
-        if self.remat not in ("none", "full", "dots"):
-            raise ValueError(f"model.remat is {self.remat!r}; use none, full or dots")
+        if self.remat not in ("none", "dots", "full", "offload"):
+            raise ValueError(f"model.remat is {self.remat!r}; use none, dots, full or offload")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(
@@ -194,7 +197,7 @@ class Layer(nnx.Module):
         bank: Float[Array, "M B T D"],
         prefix: Float[Array, "B T D"],
         index: int | Int[Array, ""],
-        segment_ids: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B S"] | None,
         cache: Cache | None = None,
         length: Int[Array, " B"] | None = None,
         *,
@@ -203,6 +206,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats]:
         """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats).
 
+        `segment_ids` are those of the whole row, of which the T tokens here may be one window.
         `collect`: report what balancing and QK-Clip need. `written`: the bank is the final one (see `push`).
         """
         read, max_logit = self.attn_res.kind != "none", None
@@ -231,7 +235,7 @@ class Layer(nnx.Module):
     def _mix_channels(self, x, segment_ids, collect):
         if self.mixer == "dense":
             return self.mlp(x), None
-        mask = None if segment_ids is None else segment_ids > 0
+        mask = None if segment_ids is None else window(segment_ids, x.shape[1]) > 0
         return self.block_sparse_moe(x, mask, collect)
 
 
@@ -278,10 +282,11 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
     return build(jax.random.split(key, plan.repeats))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def scan_units(
     apply: Callable,
     first: tuple[int, ...],
+    offload: bool,
     stacked: Any,
     bank: Array,
     prefix: Array,
@@ -296,6 +301,7 @@ def scan_units(
     Args:
         apply: one unit.
         first: absolute index of each unit's first layer.
+        offload: keep those prefixes in host memory until the backward pass; the bank stays.
         stacked: parameters and buffers, a leading axis over units.
         bank, prefix: what flows through depth.
         segment_ids: documents of the tokens.
@@ -321,21 +327,23 @@ def _unit_step(apply, segment_ids, carry, xs):
     return (bank, prefix), stats
 
 
-def _scan_units_fwd(apply, first, stacked, bank, prefix, segment_ids):
+def _scan_units_fwd(apply, first, offload, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
         out, stats = _unit_step(apply, segment_ids, carry, xs)
-        return out, (carry[1], stats)
+        kept = jax.device_put(carry[1], Space.Host) if offload else carry[1]
+        return out, (kept, stats)
 
     (bank, prefix), (prefixes, stats) = _scan(step, (bank, prefix), stacked, first)
     return (bank, prefix, stats), (stacked, bank, prefixes, segment_ids)
 
 
-def _scan_units_bwd(apply, first, saved, cotangents):
+def _scan_units_bwd(apply, first, offload, saved, cotangents):
     stacked, bank, prefixes, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
     def step(carry, xs):
         (params, prefix), index = xs
+        prefix = jax.device_put(prefix, Space.Device) if offload else prefix
         _, pull = jax.vjp(
             lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2],
             params,
@@ -364,7 +372,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: str) -> Float[Array, "B T D"]:
-        return self.embedding[...][tokens].astype(dtype)
+        return lookup(self.embedding, tokens, dtype)
 
 
 class K3(nnx.Module):
@@ -414,12 +422,13 @@ class K3(nnx.Module):
         """
         cfg = self.cfg
         prefix = self.embed_tokens(tokens, cfg.dtype)
+        documents = None if segment_ids is None else gather_tokens(segment_ids)
         bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
         caches, stats = {}, {}
         for plan in plan_stacks(cfg):
             cached = (None, None) if state is None else (state.caches[plan.name], state.length)
             bank, prefix, caches[plan.name], stats[plan.name] = self._stack(
-                plan, bank, prefix, segment_ids, collect, *cached
+                plan, bank, prefix, documents, collect, *cached
             )
         if cfg.attn_res.kind == "none":
             h = self.norm(prefix)
@@ -462,8 +471,11 @@ class K3(nnx.Module):
             )
             return bank, prefix, stats
 
-        if self.cfg.remat == "full":
-            bank, prefix, stats = scan_units(apply, first, stacked, bank, prefix, segment_ids)
+        if self.cfg.remat in ("full", "offload"):
+            offload = self.cfg.remat == "offload"
+            bank, prefix, stats = scan_units(
+                apply, first, offload, stacked, bank, prefix, segment_ids
+            )
             return bank, prefix, None, stats
         if self.cfg.remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -476,9 +488,9 @@ class K3(nnx.Module):
     def head_kernel(self) -> Float[Array, "D X"]:
         """Matrix from the final activations to logits, in its storage dtype."""
         return (
-            self.embed_tokens.embedding[...].T
+            gathered(self.embed_tokens.embedding).T
             if self.cfg.tie_embeddings
-            else self.lm_head.kernel[...]
+            else gathered(self.lm_head.kernel)
         )
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:

@@ -1,9 +1,11 @@
 """Everything that a training step changes, as plain arrays in nested dicts."""
 
 import functools
+import inspect
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -11,11 +13,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from k3jax.layers.mla import MLAConfig
 from k3jax.optim.build import OptimConfig, build_optimizer
 from k3jax.sharding.annotate import Buffer
+from k3jax.sharding.rules import logical_axes, partition_spec, state_shardings
 
 POOLED_SIZE = 2**20  # elements; larger weights have draws of their own
 
@@ -66,7 +70,19 @@ def make_optimizer(model: ModelConfig, optim: OptimConfig) -> optax.GradientTran
     return build_optimizer(optim, params, qk_nope_dim=model.mla.qk_nope_dim)
 
 
-def init_params(model: ModelConfig, key: Array) -> tuple[dict, dict]:
+def abstract_state(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and placements of the state of a run on `mesh`.
+
+    Raises: ValueError, naming parameter and sizes, if one does not divide over the mesh.
+    """
+    shapes = jax.eval_shape(lambda: init_state(model, optim, jax.random.key(0)))
+    shardings = state_shardings(shapes, logical_axes(merge(*abstract_model(model))), mesh)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def init_params(model: ModelConfig, key: Array, mesh: Mesh | None = None) -> tuple[dict, dict]:
     """Random parameters distributed as in `model.build` (from other keys), and zero buffers.
 
     All small weights with one initialiser are cut from one draw. Call it without `jax.jit` where
@@ -76,13 +92,26 @@ def init_params(model: ModelConfig, key: Array) -> tuple[dict, dict]:
     Args:
         model: model config.
         key: typed key, `jax.random.key(seed)`.
+        mesh: where the parameters are to lie; the values do not depend on it. Large ones are drawn
+            by every device for itself, cut from no larger array.
     """
     abstract = nnx.eval_shape(lambda: model.build(rngs=nnx.Rngs(params=0)))
+    axes = logical_axes(abstract)
     params, pools = {}, {}
+
+    def place(path, shape):
+        return partition_spec(axes["/".join(path)], shape, mesh.shape)
+
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(abstract, nnx.Param))):
         init, shape, dtype = variable.get_metadata("init"), variable.shape, variable.dtype
         if math.prod(shape) > POOLED_SIZE:
-            params[path] = init(jax.random.fold_in(key, i), shape, dtype)
+            draw = partial(init, jax.random.fold_in(key, i), shape, dtype)
+            if mesh is None:
+                params[path] = draw()
+            elif "out_sharding" in inspect.signature(init).parameters:
+                params[path] = draw(out_sharding=place(path, shape))
+            else:
+                params[path] = jax.reshard(draw(), place(path, shape))
             continue
         # Functions of one def that captured equal values: initializers.normal(0.02), twice.
         captured = tuple(cell.cell_contents for cell in init.__closure__ or ())
@@ -92,21 +121,25 @@ def init_params(model: ModelConfig, key: Array) -> tuple[dict, dict]:
         pool = init(jax.random.fold_in(key, i), (sum(sizes),), dtype)
         starts = itertools.accumulate(sizes, initial=0)
         for (path, shape), start, size in zip(members, starts, sizes, strict=False):
-            params[path] = jax.lax.dynamic_slice_in_dim(pool, start, size).reshape(shape)
+            part = jax.lax.dynamic_slice_in_dim(pool, start, size).reshape(shape)
+            params[path] = part if mesh is None else jax.reshard(part, place(path, shape))
     _, _, buffers = split(abstract)
     return unflatten_dict(params), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buffers)
 
 
-def init_state(model: ModelConfig, optim: OptimConfig, key: Array) -> TrainState:
+def init_state(
+    model: ModelConfig, optim: OptimConfig, key: Array, mesh: Mesh | None = None
+) -> TrainState:
     """The state before the first step; see `init_params` about `jax.jit`.
 
     Args:
         model: model config.
         optim: optimizer settings.
         key: typed key (`jax.random.key(seed)`) of the initialisation and of the run.
+        mesh: call it in `jax.jit` and under `jax.set_mesh(mesh)`, and the state is born sharded.
     """
     init_key, run_key = jax.random.split(key)
-    params, buffers = init_params(model, init_key)
+    params, buffers = init_params(model, init_key, mesh)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

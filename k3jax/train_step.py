@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from k3jax.layers.quantile_balancing import pool_stats
+from k3jax.layers.quantile_balancing import pool_over_devices, pool_stats
 from k3jax.losses import cross_entropy, next_token_targets
 from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, plan_stacks
 from k3jax.optim.build import OptimConfig
 from k3jax.optim.qk_clip import qk_clip
 from k3jax.optim.schedule import learning_rate
+from k3jax.sharding.annotate import axis_size, pmax, psum, region, split_tokens, sum_over_replicas
+from k3jax.sharding.context_parallel import from_next
+from k3jax.sharding.mesh import AXES, ROWS, batch_sharding, rows_sharding
+from k3jax.sharding.rules import logical_axes, state_specs
 from k3jax.train_state import TrainState, abstract_model, make_optimizer, merge
 
 Batch = dict[str, Int[Array, "A B T"]]  # "tokens" and "segment_ids"; A accumulation steps
@@ -43,7 +48,7 @@ class Sums(NamedTuple):
 
 
 def make_train_step(
-    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None
+    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None, *, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step of a run, jitted; it takes over the memory of the state it is given.
 
@@ -58,6 +63,8 @@ def make_train_step(
     Args:
         cfg: model, optimizer and number of steps.
         token_bytes: UTF-8 length of each token id, for bits per byte.
+        mesh: devices to divide the work over, with the state and the batch placed as in
+            `abstract_state` and `batch_sharding`; call the step under `jax.set_mesh(mesh)`.
 
     Returns: train_step(state, batch) -> (state, metrics). Batches are int32 [A, B, T] "tokens" and
         "segment_ids" (0 is padding); any number of documents per row runs in the same program.
@@ -72,8 +79,8 @@ def make_train_step(
           skipped         int32, 1 if this step changed nothing
     """
     model, optim = cfg.model, cfg.optim
-    graphdef, _, _ = abstract_model(model)
     optimizer = make_optimizer(model, optim)
+    gradients = make_gradients(model, token_bytes, mesh)
     schedule = partial(
         learning_rate,
         num_steps=cfg.steps,
@@ -82,21 +89,8 @@ def make_train_step(
         warmup_fraction=optim.warmup_fraction,
     )
 
-    def loss(params, buffers, rows, total):
-        sums, stats = _forward(merge(graphdef, params, buffers), rows, token_bytes, collect=True)
-        return sums.nats / total, (sums, stats)
-
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _, weights = jax.vmap(next_token_targets)(batch["tokens"], batch["segment_ids"])
-        total = jnp.maximum(weights.sum(), 1)  # 1: a batch without supervision has loss 0
-
-        def accumulate(grads, rows):
-            new, aux = jax.grad(loss, has_aux=True)(state.params, state.buffers, rows, total)
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), aux
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-        grads, (sums, stats) = jax.lax.scan(accumulate, zeros, batch)
-        sums, stats = jax.tree.map(lambda x: x.sum(0), sums), _pool(stats)
+        grads, sums, total, stats = gradients(state.params, state.buffers, batch)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(grad_norm)
 
@@ -136,39 +130,119 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0)
 
 
+def make_gradients(
+    model: K3Config, token_bytes: Int[np.ndarray, " X"] | None, mesh: Mesh | None
+) -> Callable[[dict, dict, Batch], tuple[dict, Sums, Float[Array, ""], Stats]]:
+    """gradients(params, buffers, batch) -> (gradients in float32, sums, supervised tokens, stats).
+
+    On a mesh this is the region: every device adds up the gradients of its rows and tokens over all
+    micro-batches, and only then are those of replicated parameters summed over the devices.
+    """
+    graphdef, params, buffers = abstract_model(model)
+
+    def loss(params, buffers, rows, total):
+        sums, stats = _forward(merge(graphdef, params, buffers), rows, token_bytes, collect=True)
+        return sums.nats / total, (sums, stats)
+
+    def gradients(params, buffers, batch):
+        batch = _with_targets(batch)
+        total = psum(batch["weights"].sum(), *ROWS, "context")
+        total = jnp.maximum(total, 1)  # 1: a batch without supervision has loss 0
+
+        def accumulate(grads, rows):
+            new, aux = jax.grad(loss, has_aux=True)(params, buffers, rows, total)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), aux
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        grads, (sums, stats) = jax.lax.scan(accumulate, zeros, batch)
+        grads = grads if specs is None else sum_over_replicas(grads, specs)
+        sums, stats = jax.tree.map(lambda x: x.sum(0), sums), _over_devices(_pool(stats))
+        return grads, psum(sums, *AXES), total, stats
+
+    specs = None
+    if mesh is None:
+        return gradients
+    specs = _parameter_specs(model, mesh)
+    everywhere = jax.tree.map(lambda _: PartitionSpec(), buffers)
+    return region(
+        gradients,
+        mesh,
+        in_specs=(specs, everywhere, batch_sharding(mesh).spec),
+        out_specs=(specs, PartitionSpec(), PartitionSpec(), _stats_specs(model, mesh)),
+    )
+
+
 def make_eval_step(
-    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None
+    cfg: Run, token_bytes: Int[np.ndarray, " X"] | None = None, *, mesh: Mesh | None = None
 ) -> Callable[[dict, dict, dict[str, Int[Array, "B T"]]], Metrics]:
     """The validation step, jitted: eval_step(params, buffers, batch) -> sums, changing nothing.
 
     Args:
         cfg: model of the run.
         token_bytes: UTF-8 length of each token id, for bits per byte.
+        mesh: as in `make_train_step`; batches are placed as in `rows_sharding`.
 
     Returns: a function of parameters, router biases and one batch of int32 [B, T] "tokens" and
         "segment_ids". It gives "nats", "tokens" and "bytes": add them over batches, then divide.
     """
-    graphdef, _, _ = abstract_model(cfg.model)
+    graphdef, _, buffers = abstract_model(cfg.model)
 
     def eval_step(params, buffers, batch):
-        sums, _ = _forward(merge(graphdef, params, buffers), batch, token_bytes, collect=False)
+        rows = {
+            name: x[0] for name, x in _with_targets({k: v[None] for k, v in batch.items()}).items()
+        }
+        sums, _ = _forward(merge(graphdef, params, buffers), rows, token_bytes, collect=False)
+        sums = psum(sums, *AXES)
         return {"nats": sums.nats, "tokens": sums.tokens, "bytes": sums.bytes}
 
+    if mesh is not None:
+        everywhere = jax.tree.map(lambda _: PartitionSpec(), buffers)
+        specs = (_parameter_specs(cfg.model, mesh), everywhere, rows_sharding(mesh).spec)
+        eval_step = region(eval_step, mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(eval_step)
 
 
+def _parameter_specs(model: K3Config, mesh: Mesh) -> dict:
+    """Placement of the parameters, as in `abstract_state`."""
+    graphdef, params, buffers = abstract_model(model)
+    return state_specs(params, logical_axes(merge(graphdef, params, buffers)), mesh.shape)
+
+
+def _stats_specs(model: K3Config, mesh: Mesh) -> Stats:
+    """Placement of the pooled statistics: everywhere, but for the heads of attention logits."""
+    heads = PartitionSpec(None, "tensor" if mesh.shape["tensor"] > 1 else None)
+
+    def of(attention, mixer):
+        router = PartitionSpec() if mixer == "moe" else None
+        return LayerStats(router, heads if attention == "mla" else None)
+
+    return {
+        plan.name: {f"layer_{j}": of(*model.layers[plan.first + j]) for j in range(plan.size)}
+        for plan in plan_stacks(model)
+    }
+
+
+def _with_targets(batch: Batch) -> Batch:
+    """The batch [A, B, T] with "targets" and "weights"; a window's last target is the next one's first token."""
+    rows = (x.reshape(-1, x.shape[-1]) for x in (batch["tokens"], batch["segment_ids"]))
+    joined = (jnp.concatenate([x, from_next(x)], axis=1) for x in rows)
+    found = (x[:, :-1].reshape(batch["tokens"].shape) for x in next_token_targets(*joined))
+    return {**batch, **dict(zip(("targets", "weights"), found, strict=True))}
+
+
 def _forward(model: K3, rows, token_bytes, *, collect: bool) -> tuple[Sums, Stats]:
-    """Loss sums of rows [B, T], and what the layers report."""
-    tokens, segment_ids = rows["tokens"], rows["segment_ids"]
-    h, stats, _ = model.hidden(tokens, segment_ids=segment_ids, collect=collect)
-    targets, weights = next_token_targets(tokens, segment_ids)
-    flat = h.reshape(-1, h.shape[-1])
-    loss = cross_entropy(flat, model.head_kernel(), targets.reshape(-1), weights.reshape(-1))
+    """Loss sums of rows [B, T], this device's share, and what the layers report of its tokens."""
+    h, stats, _ = model.hidden(rows["tokens"], segment_ids=rows["segment_ids"], collect=collect)
+    # Devices that have the same tokens, on the axis "tensor", divide the work of the head.
+    flat = split_tokens(h.reshape(-1, h.shape[-1]))
+    targets, weights = (split_tokens(rows[name].reshape(-1)) for name in ("targets", "weights"))
+    loss = cross_entropy(flat, model.head_kernel(), targets, weights)
     num_bytes = jnp.zeros(())
     if token_bytes is not None:
         sizes = jnp.asarray(token_bytes, jnp.float32)
         num_bytes = (weights * sizes.at[targets].get(mode="fill", fill_value=0)).sum()
-    supervised = weights.max(-1).sum()
+    supervised = (pmax(rows["weights"].max(-1), "context")).sum()
+    supervised = supervised / (axis_size("context") * axis_size("tensor"))  # that all count it
     return Sums(loss.nats, loss.count, num_bytes, supervised), stats
 
 
@@ -185,6 +259,18 @@ def _pool(stats: Stats) -> Stats:
             parts = range(router.count.shape[0])
             router = pool_stats(*(jax.tree.map(lambda x, a=a: x[a], router) for a in parts))
         return LayerStats(router, None if max_logit is None else max_logit.max(0))
+
+    return _map_layers(pool, stats)
+
+
+def _over_devices(stats: Stats) -> Stats:
+    """The statistics of all tokens from those of each device's."""
+
+    def pool(layer: LayerStats) -> LayerStats:
+        router, max_logit = layer
+        if router is not None:
+            router = pool_over_devices(router)
+        return LayerStats(router, pmax(max_logit, *ROWS, "context"))
 
     return _map_layers(pool, stats)
 

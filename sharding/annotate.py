@@ -102,6 +102,12 @@ def pmin(x: Any, *names: str) -> Any:
     return jax.lax.pmin(x, axes) if axes else x
 
 
+def concatenated(x: Array, dim: int, *names: str) -> Array:
+    """The parts of all devices of some mesh axes, one behind the other."""
+    axes = wide_axes(names)
+    return jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True) if axes else x
+
+
 def gathered(variable: nnx.Variable, dtype: Any = None) -> Array:
     """A parameter as its layer computes with it: in `dtype`, whole but for its compute axes.
 

@@ -141,7 +141,7 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
 
     want, want_grads = loss(lambda m: run_unrolled(m, tokens)[0], cfg)
     tolerance = 1e-5
-    for remat in ("none", "full", "dots"):
+    for remat in ("none", "dots", "full", "offload"):
         got, grads = loss(lambda m: m.hidden(tokens)[0], replace(cfg, remat=remat))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
         scale = optax.tree.norm(want_grads)

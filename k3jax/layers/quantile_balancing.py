@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.sharding.annotate import concatenated, pmin, psum
+from k3jax.sharding.mesh import AXES
+
 Balancing = Literal["quantile_histogram", "quantile_exact", "none"]
 
 
@@ -86,6 +89,18 @@ def pool_stats(*parts: RouterStats) -> RouterStats:
         functools.reduce(jnp.add, counts),
         functools.reduce(jnp.add, loads),
         functools.reduce(jnp.logical_and, all_tied),
+    )
+
+
+def pool_over_devices(stats: RouterStats) -> RouterStats:
+    """The statistics of all tokens of a mesh from those of each device's, as though it were alone."""
+    statistics, count, load, all_tied = stats
+    exact = jnp.issubdtype(statistics.dtype, jnp.floating)
+    return RouterStats(
+        concatenated(statistics, -2, *AXES) if exact else psum(statistics, *AXES),
+        psum(count, *AXES),
+        psum(load, *AXES),
+        pmin(all_tied.astype(jnp.int32), *AXES) > 0,
     )
 
 

@@ -1,0 +1,164 @@
+"""A training step does not depend on the mesh: loss, gradients, statistics, update and metrics, on 55 meshes."""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.model import LayerStats
+from k3jax.optim.build import OptimConfig
+from k3jax.sharding.mesh import AXES, MeshConfig, batch_sharding, make_mesh, rows_sharding
+from k3jax.train_state import abstract_state, init_state
+from k3jax.train_step import make_eval_step, make_gradients, make_train_step
+from tests.model_helpers import random_tokens, tiny_config
+
+pytestmark = pytest.mark.devices
+
+BASE = tiny_config(num_layers=3, pattern=("kda",), closing=("mla",), remat="full")
+assert BASE.moe is not None
+# Every dimension that an axis splits has room for 8 ways; rank 12 has room for 4 only.
+MODEL = replace(
+    BASE,
+    kda=replace(BASE.kda, num_heads=8, gate_rank=12),
+    mla=replace(BASE.mla, num_heads=8),
+    moe=replace(BASE.moe, num_experts=16, num_active=3),
+)
+OPTIM = OptimConfig(peak_lr=1e-2, final_lr=1e-3, warmup_fraction=0.0, ns_dtype="float32")
+CONFIG = SimpleNamespace(model=MODEL, optim=OPTIM, steps=10)
+A, B, T = 2, 8, 40
+BYTES = np.arange(MODEL.vocab_size) % 5
+
+SHAPES = [
+    shape
+    for devices in (2, 4, 8)
+    for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    if math.prod(shape) == devices
+]
+# All on one axis, and mixtures in which every axis meets every other one.
+QUICK = [(8, 1, 1, 1, 1), (1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8),
+         (2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 1, 2, 2, 2), (2, 1, 1, 1, 4), (1, 2, 2, 2, 1)]  # fmt: skip
+
+
+@cache
+def batch() -> dict[str, np.ndarray]:
+    """Documents that cross the windows of a row, one row of a single document, padding, an empty row."""
+    rng = np.random.default_rng(1)
+    segment_ids = np.sort(rng.integers(1, 5, (A, B, T)), axis=-1)
+    segment_ids[0, 0] = 1
+    segment_ids[0, 1, T // 3 :] = 0
+    segment_ids[1, 2] = 0
+    tokens = np.asarray(random_tokens(MODEL, (A, B, T)))
+    return {"tokens": tokens, "segment_ids": np.int32(segment_ids)}
+
+
+def as_numpy(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+@cache
+def run(shape: tuple[int, ...] | None):
+    """What one step, and the validation of its result, give on a mesh; None: without a mesh."""
+    key = jax.random.key(0)
+    if shape is None:
+        state, placed, mesh = init_state(MODEL, OPTIM, key), batch(), None
+        rows = {name: x[0] for name, x in placed.items()}
+        return measure(state, placed, rows, mesh)
+    mesh = make_mesh(
+        MeshConfig(**dict(zip(AXES, shape, strict=True))), jax.devices()[: math.prod(shape)]
+    )
+    wanted = jax.tree.map(lambda x: x.sharding, abstract_state(MODEL, OPTIM, mesh))
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda key: init_state(MODEL, OPTIM, key, mesh))(key)
+        assert_placed(state, wanted)  # born sharded
+        placed = jax.device_put(batch(), batch_sharding(mesh))
+        rows = jax.device_put({n: x[0] for n, x in batch().items()}, rows_sharding(mesh))
+        found = measure(state, placed, rows, mesh)
+    return found
+
+
+def measure(state, placed, rows, mesh):
+    gradients = jax.jit(make_gradients(MODEL, BYTES, mesh))
+    grads, sums, total, stats = as_numpy(gradients(state.params, state.buffers, placed))
+    before = as_numpy(state.params)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    step = make_train_step(CONFIG, BYTES, mesh=mesh)
+    state, metrics = step(state, placed)
+    assert_placed(state, shardings)
+    update = jax.tree.map(lambda a, b: a - b, as_numpy(state.params), before)
+    evaluated = make_eval_step(CONFIG, BYTES, mesh=mesh)(state.params, state.buffers, rows)
+    return {
+        "parameters": before,
+        "gradients": grads,
+        "sums": sums._asdict(),
+        "total": total,
+        "statistics": stats,
+        "update": update,
+        "biases": as_numpy(state.buffers),
+        "metrics": as_numpy(metrics),
+        "evaluated": as_numpy(evaluated),
+    }
+
+
+def assert_placed(state, shardings):
+    def check(x, sharding):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), (x.sharding, sharding)
+
+    jax.tree.map(check, state, shardings)
+
+
+def assert_close(found, wanted, tolerance):
+    """Largest difference of a leaf against the leaf's largest value."""
+
+    def compare(path, a, b):
+        scale = max(np.abs(b).max(initial=0), 1e-6)
+        error = np.abs(np.float64(a) - np.float64(b)).max(initial=0) / scale
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: off by {error:.1e} of {scale:.1e}"
+
+    jax.tree_util.tree_map_with_path(compare, found, wanted)
+
+
+def assert_same_statistics(found, wanted):
+    """Counts are exact; a residual on the edge of a bin may fall on either side of it."""
+    is_layer = {"is_leaf": lambda x: isinstance(x, LayerStats)}
+    pairs = zip(
+        jax.tree.leaves(found, **is_layer), jax.tree.leaves(wanted, **is_layer), strict=True
+    )
+    for (router, max_logit), (same_router, same_max_logit) in pairs:
+        assert (router is None) == (same_router is None)
+        assert (max_logit is None) == (same_max_logit is None)
+        if max_logit is not None:
+            np.testing.assert_allclose(max_logit, same_max_logit, rtol=1e-5)
+        if router is not None:
+            for field in ("count", "load", "all_tied"):
+                np.testing.assert_array_equal(getattr(router, field), getattr(same_router, field))
+            moved = np.abs(np.cumsum(router.statistics - same_router.statistics, axis=-1))
+            np.testing.assert_array_equal(moved[..., -1], 0)
+            assert moved.sum() <= router.statistics.sum() // 1000, moved.sum()
+
+
+def case(shape):
+    name = "-".join(f"{axis}{n}" for axis, n in zip(AXES, shape, strict=True) if n > 1)
+    return pytest.param(shape, id=name, marks=() if shape in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("shape", [case(shape) for shape in SHAPES])
+def test_a_step_does_not_depend_on_the_mesh(shape):
+    found, wanted = run(shape), run(None)
+    assert_close(found["parameters"], wanted["parameters"], 1e-6)
+    assert_close(found["gradients"], wanted["gradients"], 2e-5)
+    for part in ("sums", "total", "evaluated", "metrics"):
+        assert_close(found[part], wanted[part], 1e-5)
+    assert_same_statistics(found["statistics"], wanted["statistics"])
+    # Newton-Schulz magnifies what is small: 3.44**5 = 480 times the rounding of a gradient.
+    assert_close(found["update"], wanted["update"], 2e-3)
+    assert_close(found["biases"], wanted["biases"], 1e-5)
+
+
+def test_meshes_are_many():
+    assert len(SHAPES) == 55
+    assert set(QUICK) <= set(SHAPES)
