@@ -8,13 +8,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from k3jax.sharding.owners import by_owner, on_explicit_mesh
+
 NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of the quintic iteration
 UPDATE_RMS = 0.2  # the range of AdamW's updates, so that one learning rate and one decay serve both
+PORTION = (
+    2**26
+)  # elements that a device of a mesh orthogonalises at a time, or one matrix if larger
 
 
 class Blocks(NamedTuple):
@@ -47,21 +53,54 @@ def orthogonalize(
         X_0 = X / |X|_F;  Y = X X^T;  X <- a X + (b Y + c Y^2) X, five times    (training.md §2.2)
         O = 0.2 sqrt(max(A, B)) X_5                                             (training.md §2.3)
 
+    On a mesh with Explicit axes every block is whole on one device during the iteration, and the
+    blocks are shared out; x travels there and X_5 back in ns_dtype, which costs x one more rounding
+    to bfloat16 and X_5 none.
+
     Args:
         x: momentum or its Nesterov combination, in the layout of the weight.
         blocks: the matrices inside x.
         ns_dtype: type of the matrix products, "bfloat16" or "float32".
 
-    Returns: O in float32 and in the layout of x. Zero blocks stay zero. Singular values that
-        start above 1e-2 of the Frobenius norm end in about [0.68, 1.2]; it is not meant to be 1.
+    Returns: O in float32 and in the layout and sharding of x. Zero blocks stay zero. Singular
+        values that start above 1e-2 of the Frobenius norm end in about [0.68, 1.2]; it is not
+        meant to be 1.
     Numerics: norms in float32. The block is divided by its largest entry first: squares of tiny
         gradients would vanish, and an epsilon large enough for bfloat16 would damp the update.
     Cost: 5 (4 r^2 s + 2 r^3) FLOPs per block with sides r <= s; the Gram matrix is the small one.
     """
+    scales = [UPDATE_RMS * math.sqrt(max(a, b)) for _, a, b in blocks.shapes(x.shape)]
+    if blocks.cuts:
+        scale = np.repeat(np.array(scales, np.float32), np.diff([0, *blocks.cuts, x.shape[-1]]))
+    else:
+        (scale,) = scales
+    if on_explicit_mesh(x):
+        axes = tuple(sorted(blocks.inputs + blocks.outputs))
+        place = {axis: i - len(axes) for i, axis in enumerate(axes)}
+        packed = blocks._replace(
+            inputs=tuple(place[i] for i in blocks.inputs),
+            outputs=tuple(place[i] for i in blocks.outputs),
+        )
+        o = by_owner(partial(_in_portions, blocks=packed, ns_dtype=ns_dtype), x, axes, ns_dtype)
+    else:
+        o = _newton_schulz(x, blocks, ns_dtype)
+    return jnp.asarray(o, jnp.float32) * scale
+
+
+def _in_portions(x: Float[Array, "N ..."], blocks: Blocks, ns_dtype: str) -> Float[Array, "N ..."]:
+    """`_newton_schulz` of a few matrices at a time: it needs several times the memory of its input."""
+    size = max(1, PORTION // math.prod(x.shape[1:]))
+    if size >= len(x):
+        return _newton_schulz(x, blocks, ns_dtype)
+    return jax.lax.map(lambda m: _newton_schulz(m, blocks, ns_dtype), x, batch_size=size)
+
+
+def _newton_schulz(x: Float[Array, "..."], blocks: Blocks, ns_dtype: str) -> Float[Array, "..."]:
+    """X_5 of every block, in ns_dtype."""
     if blocks.cuts:
         whole = blocks._replace(cuts=())
         parts = jnp.split(x, blocks.cuts, axis=-1)
-        return jnp.concatenate([orthogonalize(p, whole, ns_dtype) for p in parts], axis=-1)
+        return jnp.concatenate([_newton_schulz(p, whole, ns_dtype) for p in parts], axis=-1)
     axes = (*blocks.inputs, *blocks.outputs)
     x = x.astype(jnp.float32)
     x = x / _nonzero(jnp.max(jnp.abs(x), axis=axes, keepdims=True))
@@ -80,8 +119,7 @@ def orthogonalize(
     precision = "highest" if ns_dtype == "float32" else "default"  # accelerators round otherwise
     with jax.default_matmul_precision(precision):
         o, _ = newton_schulz.update(x, newton_schulz.init(x))
-    ((_, a, b),) = blocks.shapes(x.shape)
-    return UPDATE_RMS * math.sqrt(max(a, b)) * jnp.asarray(o, jnp.float32)
+    return jnp.asarray(o)
 
 
 def scale_by_per_head_muon(
