@@ -10,8 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.layers.feed_forward import Linear
+from k3jax.layers.mla_context import context_attention
 from k3jax.layers.norms import RMSNorm
 from k3jax.pallas_kernels.mla_attention import attention, mla_attention
+from k3jax.sharding import context_balance
+from k3jax.sharding.annotate import axis_size, gathered
 
 
 class MLACache(NamedTuple):
@@ -129,7 +132,7 @@ class GatedMLA(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T_row"] | None = None,
         cache: MLACache | None = None,
         length: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, " H"]]:
@@ -139,6 +142,8 @@ class GatedMLA(nnx.Module):
             x: normalised activations.
             segment_ids: document of each token, 1, 2, ... in runs, 0 for padding; None: one
                 document per row. With `cache`: 1 for real tokens, then 0 for padding on the right.
+                Where the mesh axis `context` splits the tokens, x is this rank's window of the row
+                and these are of the whole row.
             cache: latents of the tokens before x; token t of row b goes to slot length[b] + t.
             length: tokens already in the cache, per row. The caller sees to it that
                 length + T fits the cache: what does not fit is dropped.
@@ -149,16 +154,23 @@ class GatedMLA(nnx.Module):
         Cost: O(T S) in time; one cached token at a time costs O(S (kv_rank + qk_shared_dim))
         per head, as keys and values are not expanded.
         """
-        cfg = self.cfg
         if (cache is None) != (length is None):
             raise ValueError("mla: cache and length go together, one of them is None")
+        if axis_size("context") > 1:
+            if cache is not None:
+                raise ValueError(
+                    "mla: no decoding with a cache where mesh.context splits the tokens"
+                )
+            with jax.named_scope("mla"):
+                return self._across_ranks(x, segment_ids)
         with jax.named_scope("mla"):
             documents = segment_ids
             if segment_ids is None:
                 segment_ids = jnp.ones(x.shape[:2], jnp.int32)
             index = jnp.broadcast_to(jnp.arange(x.shape[1]), segment_ids.shape)
             q_position = index if length is None else length[:, None] + index
-            q, latent = self._project(x, segment_ids, q_position, decoding=cache is not None)
+            position = document_positions(segment_ids) if cache is None else q_position
+            q, latent = self._project(x, position)
 
             if cache is None or length is None:
                 k_n, k_r, v = self._expand(latent)
@@ -175,11 +187,32 @@ class GatedMLA(nnx.Module):
                 o, top = attend(
                     q, latent, q_position=q_position, q_segment=segment_ids, k_segment=k_segment
                 )
-            if cfg.out_gate:
-                o = o * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
-            return self.o_proj(o.astype(x.dtype)), cache, top
+            return self._output(x, o), cache, top
 
-    def _project(self, x, segment_ids, q_position, *, decoding):
+    def _across_ranks(self, x, segment_ids):
+        """The layer for a row whose tokens are split over `context`, in windows."""
+        ranks, (B, T, _) = axis_size("context"), x.shape
+        if segment_ids is None:
+            segment_ids = jnp.ones((B, ranks * T), jnp.int32)
+        segments = context_balance.to_chunks(segment_ids, ranks)
+        positions = context_balance.to_chunks(document_positions(segment_ids), ranks)
+        x = context_balance.exchange(jnp.pad(x, ((0, 0), (0, T % 2), (0, 0))))
+        q, latent = self._project(x, context_balance.held(positions))
+        # Padding may hold anything, and 0 * NaN would be NaN.
+        real = context_balance.held(segments) > 0
+        q = jnp.where(real[..., None, None], q, 0)
+        latent = jnp.where(real[..., None], latent, 0)
+        kernel = gathered(self.kv_b_proj.kernel, q.dtype)
+        o, top = context_attention(q, latent, kernel, segments, scale=self._scale)
+        return context_balance.exchange(self._output(x, o))[:, :T], None, top
+
+    def _output(self, x, o):
+        """The gated output projection, o and the gate in float32."""
+        if self.cfg.out_gate:
+            o = o * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
+        return self.o_proj(o.astype(x.dtype))
+
+    def _project(self, x, position):
         """Queries [q_n | q_r] and cache rows [c | k_r], the r parts rotated if rope_theta."""
         cfg = self.cfg
         if cfg.q_rank is None:
@@ -188,7 +221,6 @@ class GatedMLA(nnx.Module):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         c, k_r = jnp.split(self.kv_a_proj_with_mqa(x), [cfg.kv_rank], axis=-1)
         if cfg.rope_theta is not None:
-            position = q_position if decoding else document_positions(segment_ids)
             q_n, q_r = jnp.split(q, [cfg.qk_nope_dim], axis=-1)
             q = jnp.concatenate([q_n, rotate(q_r, position, cfg.rope_theta)], axis=-1)
             k_r = rotate(k_r, position, cfg.rope_theta)
@@ -220,7 +252,7 @@ class GatedMLA(nnx.Module):
         rounding of the absorbed query costs nothing (KF-043).
         """
         cfg = self.cfg
-        kernel = self.kv_b_proj.kernel[...].astype(q.dtype)  # the weights the expanded form sees
+        kernel = gathered(self.kv_b_proj.kernel, q.dtype)  # the weights the expanded form sees
         q, latent, kernel = (a.astype(jnp.float32) for a in (q, latent, kernel))
         w_k, w_v = jnp.split(kernel, [cfg.qk_nope_dim], axis=-1)  # C H N, C H V
         q_n, q_r = jnp.split(q, [cfg.qk_nope_dim], axis=-1)

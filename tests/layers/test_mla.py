@@ -203,9 +203,7 @@ def test_largest_logit_counts_real_pairs_and_carries_no_gradient(tiny):
     x, ids = normal(2, 9, WIDTH), segments(4, 3, size=9, rows=2)
     _, _, top = call(params, x, ids)
     layer = nnx.merge(graphdef, params)
-    q, latent = jax.jit(lambda p, x: nnx.merge(graphdef, p)._project(x, ids, None, decoding=False))(
-        params, x
-    )
+    q, latent = jax.jit(lambda p, x: nnx.merge(graphdef, p)._project(x, None))(params, x)
     c, k_r = np.split(latent, [8], axis=-1)
     k_n = np.einsum("bsc,chn->bshn", c, params["kv_b_proj"]["kernel"][..., :8])
     k = np.concatenate([k_n, np.broadcast_to(k_r[:, :, None], (*k_n.shape[:3], 4))], axis=-1)
@@ -231,7 +229,7 @@ def test_kf_042_softmax_scale_of_released_widths():
     k_n, v = np.split(np.einsum("bsc,chn->bshn", c, params["kv_b_proj"]["kernel"]), [128], axis=-1)
     k = np.concatenate([k_n, np.broadcast_to(k_r[:, :, None], (1, 8, 2, 64))], axis=-1)
     q, _ = jax.jit(
-        lambda p, x: nnx.merge(graphdef, p)._project(x, None, None, decoding=False)
+        lambda p, x: nnx.merge(graphdef, p)._project(x, None)
     )(params, x)  # fmt: skip
     ones = np.ones((1, 8), int)
     o, _ = numpy_attention(q, k, v, 0.0721687836, np.arange(8)[None], ones, ones)
