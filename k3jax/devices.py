@@ -195,7 +195,7 @@ def memory_estimate(
     sure = (state_bytes + 4 * parameters) / fsdp
     tokens = cfg.batch_size // cfg.accumulation * cfg.seq_len / num_devices
     width = max(model.width, model.kda.num_heads * model.kda.head_dim)
-    kept = {"none": 30, "dots": 14, "full": 2}[model.remat]  # values of this width, per layer
+    kept = {"none": 30, "dots": 14, "full": 2, "offload": 1}[model.remat]  # values of this width, per layer
     values = tokens * width * (kept * model.num_layers + 40)
     itemsize = 2 if model.dtype in ("bfloat16", "float16") else 4
     return sure, sure + values * itemsize

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.memory import Space
 from jaxtyping import Array, Float, Int
 
 from k3jax.decode_state import Cache, DecodeState
@@ -330,7 +329,7 @@ def _unit_step(apply, segment_ids, carry, xs):
 def _scan_units_fwd(apply, first, offload, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
         out, stats = _unit_step(apply, segment_ids, carry, xs)
-        kept = jax.device_put(carry[1], Space.Host) if offload else carry[1]
+        kept = jax.device_put(carry[1], jax.memory.Space.Host) if offload else carry[1]
         return out, (kept, stats)
 
     (bank, prefix), (prefixes, stats) = _scan(step, (bank, prefix), stacked, first)
@@ -343,7 +342,7 @@ def _scan_units_bwd(apply, first, offload, saved, cotangents):
 
     def step(carry, xs):
         (params, prefix), index = xs
-        prefix = jax.device_put(prefix, Space.Device) if offload else prefix
+        prefix = jax.device_put(prefix, jax.memory.Space.Device) if offload else prefix
         _, pull = jax.vjp(
             lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2],
             params,

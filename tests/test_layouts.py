@@ -1,4 +1,4 @@
-"""A training step does not depend on the mesh: loss, gradients, statistics, update and metrics, on 55 meshes."""
+"""A training step does not depend on the mesh: gradients, statistics, update and metrics, on 55 meshes."""
 
 import itertools
 import math
@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax.model import LayerStats
 from k3jax.optim.build import OptimConfig
 from k3jax.sharding.mesh import AXES, MeshConfig, batch_sharding, make_mesh, rows_sharding
 from k3jax.train_state import abstract_state, init_state
-from k3jax.train_step import make_eval_step, make_gradients, make_train_step
+from k3jax.train_step import make_eval_step, make_train_step
 from tests.model_helpers import random_tokens, tiny_config
 
 pytestmark = pytest.mark.devices
@@ -82,8 +81,6 @@ def run(shape: tuple[int, ...] | None):
 
 
 def measure(state, placed, rows, mesh):
-    gradients = jax.jit(make_gradients(MODEL, BYTES, mesh))
-    grads, sums, total, stats = as_numpy(gradients(state.params, state.buffers, placed))
     before = as_numpy(state.params)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     step = make_train_step(CONFIG, BYTES, mesh=mesh)
@@ -93,10 +90,7 @@ def measure(state, placed, rows, mesh):
     evaluated = make_eval_step(CONFIG, BYTES, mesh=mesh)(state.params, state.buffers, rows)
     return {
         "parameters": before,
-        "gradients": grads,
-        "sums": sums._asdict(),
-        "total": total,
-        "statistics": stats,
+        "moments": as_numpy(state.opt_state),
         "update": update,
         "biases": as_numpy(state.buffers),
         "metrics": as_numpy(metrics),
@@ -122,25 +116,6 @@ def assert_close(found, wanted, tolerance):
     jax.tree_util.tree_map_with_path(compare, found, wanted)
 
 
-def assert_same_statistics(found, wanted):
-    """Counts are exact; a residual on the edge of a bin may fall on either side of it."""
-    is_layer = {"is_leaf": lambda x: isinstance(x, LayerStats)}
-    pairs = zip(
-        jax.tree.leaves(found, **is_layer), jax.tree.leaves(wanted, **is_layer), strict=True
-    )
-    for (router, max_logit), (same_router, same_max_logit) in pairs:
-        assert (router is None) == (same_router is None)
-        assert (max_logit is None) == (same_max_logit is None)
-        if max_logit is not None:
-            np.testing.assert_allclose(max_logit, same_max_logit, rtol=1e-5)
-        if router is not None:
-            for field in ("count", "load", "all_tied"):
-                np.testing.assert_array_equal(getattr(router, field), getattr(same_router, field))
-            moved = np.abs(np.cumsum(router.statistics - same_router.statistics, axis=-1))
-            np.testing.assert_array_equal(moved[..., -1], 0)
-            assert moved.sum() <= router.statistics.sum() // 1000, moved.sum()
-
-
 def case(shape):
     name = "-".join(f"{axis}{n}" for axis, n in zip(AXES, shape, strict=True) if n > 1)
     return pytest.param(shape, id=name, marks=() if shape in QUICK else pytest.mark.slow)
@@ -150,13 +125,12 @@ def case(shape):
 def test_a_step_does_not_depend_on_the_mesh(shape):
     found, wanted = run(shape), run(None)
     assert_close(found["parameters"], wanted["parameters"], 1e-6)
-    assert_close(found["gradients"], wanted["gradients"], 2e-5)
-    for part in ("sums", "total", "evaluated", "metrics"):
+    # After one step the moments are the clipped gradients, and the biases the statistics.
+    assert_close(found["moments"], wanted["moments"], 2e-5)
+    for part in ("metrics", "biases", "evaluated"):
         assert_close(found[part], wanted[part], 1e-5)
-    assert_same_statistics(found["statistics"], wanted["statistics"])
     # Newton-Schulz magnifies what is small: 3.44**5 = 480 times the rounding of a gradient.
     assert_close(found["update"], wanted["update"], 2e-3)
-    assert_close(found["biases"], wanted["biases"], 1e-5)
 
 
 def test_meshes_are_many():
