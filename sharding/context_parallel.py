@@ -203,9 +203,11 @@ def _by_scan(M, E, start, backwards, ranks):
             M_before = None if M_far is None else _apply(M_before, M_far)
         distance *= 2
         if distance < ranks:
+            assert M_before is not None
             M_to, E_to = _apply(M, M_before), _apply(M, E_before, E)
     if start is None:
         return E_before, None
+    assert M_before is not None
     before = _apply(M_before, start, E_before)
     return before, from_owner(_apply(M, before, E), place == ranks - 1)
 

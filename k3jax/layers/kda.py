@@ -250,7 +250,7 @@ class KimiDeltaAttention(nnx.Module):
                     o, state = kda_context.gathered(self.mix, q, k, v, g, beta, state, segment_ids)
             gate = self.g_proj(x) if cfg.out_gate_rank is None else self.g_b_proj(self.g_a_proj(x))
             y = self.o_proj(gated_rms_norm(o, self.o_norm.weight[...], gate, cfg.norm_eps))
-            return y, None if conv is None else KDACache(conv, state)
+            return y, None if conv is None or state is None else KDACache(conv, state)
 
     def _project(self, x, segment_ids, cache):
         """q, k, v after convolution and SiLU, and the new conv cache (None without a cache)."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels.kda import api
@@ -22,6 +23,8 @@ from k3jax.sharding import context_parallel
 from k3jax.sharding.annotate import axis_index, axis_size
 
 logger = logging.getLogger("k3jax")
+
+SAVED = "kda_context"  # checkpoint_name of what the exchange gives: 2 memories per row and layer
 
 
 def ranks() -> int:
@@ -34,6 +37,10 @@ def own(segment_ids: Int[Array, "B T"] | None, tokens: int) -> Int[Array, "B W"]
     return None if segment_ids is None else context_parallel.window(segment_ids, tokens)
 
 
+def _first_own_document(segment_ids: Int[Array, "B T"], tokens: int) -> Int[Array, "B 1"]:
+    return _first_document(context_parallel.window(segment_ids, tokens))
+
+
 def continues(segment_ids: Int[Array, "B T"], tokens: int) -> Bool[Array, " B"]:
     """Whether the window goes on with the document of the last real token before it.
 
@@ -44,7 +51,7 @@ def continues(segment_ids: Int[Array, "B T"], tokens: int) -> Bool[Array, " B"]:
     begin = axis_index(context_parallel.AXIS) * tokens
     before = jnp.max(jnp.where(real & (token < begin), token, -1), axis=1, keepdims=True)
     previous = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
-    first = _first_document(own(segment_ids, tokens))
+    first = _first_own_document(segment_ids, tokens)
     return ((before < 0) | (first == 0) | (first == previous))[:, 0]
 
 
@@ -75,7 +82,7 @@ def conv_past(
     around = jnp.concatenate([outside, segment_ids], axis=1)
     begin = axis_index(context_parallel.AXIS) * T
     document = jax.lax.dynamic_slice_in_dim(around, begin, size, axis=1)
-    same = document == _first_document(own(segment_ids, T))
+    same = document == _first_own_document(segment_ids, T)
     return jnp.where(same[..., None, None, None], past, 0)
 
 
@@ -167,6 +174,13 @@ def _run(op: _Op, arrays, state, segment_ids):
     return _on_window(op, arrays, state, segment_ids)
 
 
+def _if_continued(x, segment_ids, tokens: int):
+    """x [B H ...], but zeros where the window begins with a new document."""
+    if segment_ids is None:
+        return x
+    return jnp.where(continues(segment_ids, tokens)[:, None, None, None], x, 0)
+
+
 def _zeros(function: Callable):
     """Zeros in place of what a function without arguments returns."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function))
@@ -195,19 +209,19 @@ def _enter(op: _Op, arrays, state, segment_ids):
         M, E = jax.lax.cond(before, summary, lambda: _zeros(summary))
     else:
         M, E = summary()
-    if segment_ids is not None:
-        own_document = continues(segment_ids, q.shape[1])[:, None, None, None]
-        M = None if M is None else jnp.where(own_document, M, 0)
+    # Nothing gets through a document's first token; that alone keeps documents apart (kcp.md, 6).
+    M = None if M is None else _if_continued(M, segment_ids, q.shape[1])
     entering, last = context_parallel.entering_state(M, E, state)
-    if segment_ids is not None:
-        entering = jnp.where(own_document, entering, 0)
+    entering = _if_continued(entering, segment_ids, q.shape[1])
+    # With these two saved, rematerialisation repeats neither the pass nor the exchange.
+    M, entering = (x if x is None else checkpoint_name(x, SAVED) for x in (M, entering))
     return entering, last, M
 
 
 def _forward(op: _Op, arrays, state, segment_ids):
     entering, last, M = _enter(op, arrays, state, segment_ids)
     ids = own(segment_ids, arrays[0].shape[1])
-    (o, _), pull = jax.vjp(lambda *inputs: op(*inputs, ids), arrays, entering)
+    (o, _), pull = jax.vjp(lambda arrays, memory: op(arrays, memory, ids), arrays, entering)
     return (o, last), (arrays, segment_ids, M, pull)
 
 
@@ -224,13 +238,10 @@ def _backward(op: _Op, saved, cotangents):
         )
 
     d_E = jax.lax.cond(rank > 0, gradient, lambda: _zeros(gradient))  # nobody is before rank 0
-    own_document = jnp.ones((), bool)
-    if segment_ids is not None:
-        own_document = continues(segment_ids, q.shape[1])[:, None, None, None]
-    d_leaving = context_parallel.leaving_gradient(M, jnp.where(own_document, d_E, 0), d_last)
-    d_arrays, d_entering = pull((d_o, d_leaving))
+    d_E = _if_continued(d_E, segment_ids, q.shape[1])
+    d_arrays, d_entering = pull((d_o, context_parallel.leaving_gradient(M, d_E, d_last)))
     # Every rank differentiates its share: the memory in front of the row enters at rank 0 only.
-    d_state = None if d_last is None else jnp.where((rank == 0) & own_document, d_entering, 0)
+    d_state = None if d_last is None else jnp.where(rank == 0, d_entering, 0)
     return d_arrays, d_state, None
 
 
