@@ -140,12 +140,13 @@ def apply_experts(
 def bytes_per_token(active: int, dim: int, ranks: int, itemsize: int = 2) -> tuple[float, float]:
     """Bytes that a rank sends per token and layer: (forward, forward and backward).
 
-    Rows of evenly spread tokens, of which 1 / ranks stay, with their weights in float32: inputs
-    there and outputs back; in the backward pass inputs and gradients there and gradients back.
-    (A TPU moves a weight as a row of 128 numbers.)
+    Rows of evenly spread tokens, of which 1 / ranks stay: inputs there, with their weights in
+    float32, and outputs back; in the backward pass inputs and gradients there, and gradients back,
+    those of the weights too. (A TPU moves one weight as a row of 128 numbers.) Where the layer is
+    recomputed in the backward pass, the forward pass counts twice.
     """
     remote = active * (ranks - 1) / ranks
-    return remote * (2 * dim * itemsize + 4), remote * (5 * dim * itemsize + 3 * 4)
+    return remote * (2 * dim * itemsize + 4), remote * (5 * dim * itemsize + 2 * 4)
 
 
 # ---------------------------------------------------------------------------------------- transport
@@ -316,7 +317,7 @@ def _exchange(op, way, z, weights, plan, matrices):
 
 
 def _forward(run, way, z, weights, plan, matrices):
-    """The result, the counts, and what `run` keeps of the first round."""
+    """The result, the counts, and of the first round the weights and what `run` keeps."""
     counts = all_counts(plan.group_sizes, jax.tree.leaves(matrices)[0].shape[0])
     rows, p = dispatch_rows(z, plan), weights.reshape(-1)[plan.order]
 
@@ -324,7 +325,7 @@ def _forward(run, way, z, weights, plan, matrices):
         trip = plan_round(counts, index, way)
         x, q = trip.arrive(rows, way), trip.arrive(p, way)
         done, saved = run(x, q, trip.group_sizes, matrices)
-        return trip.leave(done, y, way), saved
+        return trip.leave(done, y, way), (q, saved)
 
     # The first round lies in the open: the compiler may lay it beside what does not depend on it.
     y, saved = turn(0, jnp.zeros_like(rows))
@@ -339,15 +340,20 @@ def _exchange_fwd(op, way, z, weights, plan, matrices):
 
 def _exchange_bwd(op, way, residuals, du):
     z, weights, plan, matrices, counts, first = residuals
+    # In a program without loops the compiler would find the rows travelling for the second time, and
+    # keep those of the forward pass instead.
+    z, weights, du = jax.lax.optimization_barrier((z, weights, du))
     rows, p = dispatch_rows(z, plan), weights.reshape(-1)[plan.order]
     d_rows = dispatch_rows(du.astype(z.dtype), plan)
 
-    def turn(index, dz, dp, saved=None):
+    def turn(index, dz, dp, kept=None):
         trip = plan_round(counts, index, way)
-        args = trip.arrive(rows, way), trip.arrive(p, way), trip.group_sizes, matrices
-        if saved is None:
-            saved = op.forward(*args)[1]
-        dx, dq, dm = op.backward(saved, trip.arrive(d_rows, way), *args)
+        x, sizes = trip.arrive(rows, way), trip.group_sizes
+        if kept is None:
+            q = trip.arrive(p, way)
+            kept = q, op.forward(x, q, sizes, matrices)[1]
+        q, saved = kept
+        dx, dq, dm = op.backward(saved, trip.arrive(d_rows, way), x, q, sizes, matrices)
         return trip.leave(dx, dz, way), trip.leave(dq, dp, way), dm
 
     def add(index, state):

@@ -6,19 +6,24 @@ parameters are drawn by NumPy.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, route
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.quantile_balancing import collect_stats, update_bias
 from k3jax.sharding import expert_parallel
-from k3jax.sharding.annotate import Buffer
+from k3jax.sharding.annotate import Buffer, axis_size, psum, region, sum_over_replicas
+from k3jax.sharding.mesh import AXES, ROWS, MeshConfig, make_mesh
+from k3jax.sharding.rules import logical_axes, state_specs
+from k3jax.testing import assert_close
 from tests.golden_io import cases, check, load
 
 SITU = ActivationConfig(kind="situ", gate_cap=4.0, up_cap=25.0)
@@ -498,6 +503,61 @@ def test_kf_063_no_dense_product_over_experts():
     inputs_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes
     dense = 4 * tokens * cfg.num_active * cfg.num_experts * cfg.ffn_dim
     assert memory.temp_size_in_bytes < 3 * (rows + inputs_outputs) < dense / 2
+
+
+# ------------------------------------------------------------------------------------ several devices
+
+MESHES = {
+    "expert 8": {"expert": 8},
+    "KF-065: fsdp 2, expert 2, tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "expert 4, context 2": {"expert": 4, "context": 2},
+    "expert 2, tensor 3: 16 tokens do not divide": {"expert": 2, "tensor": 3},
+    "fsdp 2, tensor 4": {"fsdp": 2, "tensor": 4},
+}
+
+
+@functools.cache
+def whole():
+    """Arguments, and results of the layer on one device: token 5 of every row is padding."""
+    model, shape = build(), (8, 4, WIDTH)
+    model.router_bias[...] = jnp.asarray(np.float32(np.arange(8) < 3) * 5)  # few experts get all
+    args = normal(31, *shape), normal(32, *shape), np.arange(32).reshape(8, 4) % 7 != 5
+    graphdef, params, buffers = split(model)
+    return graphdef, params, buffers, args, train(graphdef, params, buffers, *args)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", MESHES)
+def test_several_devices_equal_one(name):
+    """Outputs, all gradients and statistics; a few experts get all rows, so that rounds repeat."""
+    graphdef, params, buffers, args, (y, stats, d_params, d_x) = whole()
+    sizes = {"data": 1, **MESHES[name]}
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
+    specs = state_specs(params, logical_axes(nnx.merge(graphdef, params, buffers)), mesh.shape)
+    tokens, nowhere = PartitionSpec(ROWS, "context"), PartitionSpec()
+
+    def step(params, buffers, x, d_y, mask):
+        y, stats, d_params, d_x = train.__wrapped__(graphdef, params, buffers, x, d_y, mask)
+        y_ways = axis_size("tensor")  # all of which have the same y, hence the same loss
+        d_params, d_x = jax.tree.map(lambda d: d / y_ways, (d_params, d_x))
+        stats = stats._replace(all_tied=stats.all_tied.astype(int))
+        d_params = sum_over_replicas(d_params, specs)
+        return y, psum(stats, *AXES), d_params, psum(d_x, "tensor")
+
+    in_specs = specs, nowhere, tokens, tokens, tokens
+    placed = jax.tree.map(
+        lambda spec, tree: jax.device_put(tree, NamedSharding(mesh, spec)),
+        in_specs,
+        (params, buffers, *args),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    run = jax.jit(region(step, mesh, in_specs, (tokens, nowhere, specs, tokens)))
+    got_y, got_stats, got_params, got_x = jax.device_get(run(*placed))
+    assert_close(got_y, np.asarray(y))
+    assert_close((got_params, got_x), jax.device_get((d_params, d_x)), "float32_grad")
+    assert not got_stats.all_tied
+    for field in ("statistics", "count", "load"):
+        np.testing.assert_array_equal(getattr(got_stats, field), getattr(stats, field))
 
 
 # ------------------------------------------------------------------------------------ norm, configs
