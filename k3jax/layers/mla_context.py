@@ -7,9 +7,11 @@ a time and never exist for a row.
 
 So that ranks do equal work they first exchange half of their window (`sharding.context_balance`). The
 layer exchanges its input x and exchanges its output back, all else in it being token-local: 7168 wide
-each, against 18432 for the queries of all heads and 12288 float32 for their outputs. (With heads split
-over more than 4 devices the latter two would be the fewer bytes; all are small beside the latent: at 64
-ranks 0.12 GB each for a window of 16,384 tokens.)
+each, against 18432 for the queries of all heads and 12288 in float32 for their outputs. (With heads
+split over more than 3 devices the latter two would be the fewer bytes; all are small beside the latent: at
+64 ranks x is 0.12 GB, half a window of 16,384 tokens.)
+
+Plain JAX on every platform: the TPU kernels of `pallas_kernels.mla_attention` know whole rows only.
 """
 
 import functools

@@ -72,6 +72,10 @@ def compare(cfg, ranks, ids, **options):
     assert_close(top, want_top)
     assert_close(grads, want_grads, "float32_grad")
 
+    x[ids == 0] = np.nan
+    (y, top), _ = run(*map(jax.device_put, (params, x, ids, d_y), places))
+    assert_close((np.asarray(y)[ids > 0], top), (np.asarray(want)[ids > 0], want_top), what="NaN")
+
 
 @pytest.mark.parametrize(
     ("cfg", "ranks", "tokens", "documents"),
