@@ -1,12 +1,11 @@
 """Small Kimi K3s with every mechanism of the large one; sizes for one accelerator, for Colab, for a CPU."""
 
 from dataclasses import replace
-from typing import Literal
 
 from k3jax.configs.experiment import ExperimentConfig
 from k3jax.configs.k3 import kimi_k3_model
 from k3jax.layers.attention_residuals import AttnResConfig
-from k3jax.model import K3Config
+from k3jax.model import K3Config, Remat
 from k3jax.optim.build import OptimConfig
 
 
@@ -29,7 +28,7 @@ def _scaled(
     num_bins: int = 1000,
     chunk_size: int = 64,
     dtype: str,
-    remat: Literal["none", "dots", "full", "offload"],
+    remat: Remat,
 ) -> K3Config:
     """Kimi K3 with other sizes and the same mechanisms."""
     k3 = kimi_k3_model()

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from k3jax.layers.latent_moe import LatentMoEConfig, RouterStats
 from k3jax.layers.mla import MLAConfig
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import update_bias
+from k3jax.layers.recompute import recalled
 from k3jax.sharding.annotate import gathered, lookup, param
 from k3jax.sharding.context_parallel import gather_tokens, window
 
 Attention = Literal["kda", "mla"]
 Mixer = Literal["dense", "moe"]
+Remat = Literal["none", "dots", "full", "outputs", "offload"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,10 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    # recompute nothing, all but matmuls, or whole units; "offload": units, their inputs in host memory
-    remat: Literal["none", "dots", "full", "offload"]
+    # What the backward pass recomputes: nothing; all but matmuls; whole units ("full"); units, of
+    # which the outputs of attention and of the routed experts are kept ("outputs"); units, whose
+    # inputs wait in host memory ("offload").
+    remat: Remat
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):
@@ -80,8 +84,9 @@ class K3Config:
                 f"model.moe is None, so all layers are dense: set num_dense_layers={self.num_layers}, "
                 f"not {self.num_dense_layers}"
             )
-        if self.remat not in ("none", "dots", "full", "offload"):
-            raise ValueError(f"model.remat is {self.remat!r}; use none, dots, full or offload")
+        if self.remat not in get_args(Remat):
+            known = ", ".join(get_args(Remat))
+            raise ValueError(f"model.remat is {self.remat!r}; use one of {known}")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(
@@ -163,6 +168,13 @@ class LayerStats(NamedTuple):
 Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats with a leading axis
 
 
+class Outputs(NamedTuple):
+    """What the policy "outputs" keeps of a layer: the most work to recompute per byte."""
+
+    attention: Float[Array, "B T D"]
+    routed: Float[Array, "tokens L"] | None  # of the routed experts, in the latent
+
+
 class Layer(nnx.Module):
     """One decoder layer: attention and channel mixer, each fed by an AttnRes site (architecture 7.2)."""
 
@@ -202,11 +214,13 @@ class Layer(nnx.Module):
         *,
         collect: bool = False,
         written: bool = False,
-    ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats]:
-        """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats).
+        kept: Outputs | None = None,
+    ) -> tuple[Float[Array, "M B T D"], Float[Array, "B T D"], Cache | None, LayerStats, Outputs]:
+        """Read the mixtures, add the two sub-layer outputs; returns (bank, prefix, cache, stats, outputs).
 
         `segment_ids` are those of the whole row, of which the T tokens here may be one window.
         `collect`: report what balancing and QK-Clip need. `written`: the bank is the final one (see `push`).
+        `kept`: outputs of an earlier pass, which are not computed again (see `recalled`).
         """
         read, max_logit = self.attn_res.kind != "none", None
         if read:
@@ -216,7 +230,9 @@ class Layer(nnx.Module):
         else:
             x = self.input_layernorm(prefix)
         attention: Any = self.self_attn
-        if self.attention == "kda":
+        if kept is not None:
+            y = _recalled(attention, lambda m, *args: m(*args)[0], kept.attention, x, segment_ids)
+        elif self.attention == "kda":
             y, cache = attention(x, segment_ids, cache)
         else:
             y, cache, max_logit = attention(x, segment_ids, cache, length)
@@ -228,14 +244,29 @@ class Layer(nnx.Module):
             bank, prefix = push(bank, count, prefix, pushed, written=written)
         else:
             x = self.post_attention_layernorm(prefix)
-        y, router = self._mix_channels(x, segment_ids, collect)
-        return bank, prefix + y, cache, LayerStats(router, max_logit if collect else None)
+        mixed, u, router = self._mix_channels(x, segment_ids, collect, kept)
+        stats = LayerStats(router, max_logit if collect else None)
+        return bank, prefix + mixed, cache, stats, Outputs(y, u)
 
-    def _mix_channels(self, x, segment_ids, collect):
+    def _mix_channels(self, x, segment_ids, collect, kept):
+        """The output, that of the routed experts in the latent, and the router's statistics."""
         if self.mixer == "dense":
-            return self.mlp(x), None
+            return self.mlp(x), None, None
         mask = None if segment_ids is None else window(segment_ids, x.shape[1]) > 0
-        return self.block_sparse_moe(x, mask, collect)
+        moe, router = self.block_sparse_moe, None
+        if kept is None:
+            u, router = moe.routed(x, mask, collect)
+        else:
+            u = _recalled(moe, lambda m, *args: m.routed(*args)[0], kept.routed, x, mask)
+        return moe.finish(x, u), u, router
+
+
+def _recalled(module: nnx.Module, call: Callable, kept: Array, *args: Any) -> Array:
+    """`recalled` of call(module, *args)."""
+    graphdef, arrays = nnx.split(module)
+    return recalled(
+        lambda arrays, *args: call(nnx.merge(graphdef, arrays), *args), kept, arrays, *args
+    )
 
 
 class Unit(nnx.Module):
@@ -257,12 +288,14 @@ class Unit(nnx.Module):
         *,
         collect=False,
         written=False,
+        kept=None,
     ):
-        """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches by name, stats by name)."""
-        new_caches, stats = {}, {}
+        """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches, stats, outputs), the last three by name."""
+        new_caches, stats, outputs = {}, {}, {}
         for j, name in enumerate(self.names):
             cache = None if caches is None else caches[name]
-            bank, prefix, new_caches[name], stats[name] = getattr(self, name)(
+            layer = getattr(self, name)
+            bank, prefix, new_caches[name], stats[name], outputs[name] = layer(
                 bank,
                 prefix,
                 first + j,
@@ -271,8 +304,9 @@ class Unit(nnx.Module):
                 length,
                 collect=collect,
                 written=written,
+                kept=None if kept is None else kept[name],
             )
-        return bank, prefix, new_caches, stats
+        return bank, prefix, new_caches, stats, outputs
 
 
 def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
@@ -285,25 +319,27 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
 def scan_units(
     apply: Callable,
     first: tuple[int, ...],
-    offload: bool,
+    remat: Remat,
     stacked: Any,
     bank: Array,
     prefix: Array,
     segment_ids: Array | None,
 ):
-    """Scan `apply(params, first, bank, prefix, segment_ids, written=) -> (bank, prefix, stats)` over the units of a stack.
+    """Scan `apply(params, first, bank, prefix, segment_ids, written=, kept=) -> (bank, prefix, stats, outputs)`.
 
-    Everything inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
+    What is inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
     the *final* bank, once. The bank is append-only and rows that a unit has not seen are masked in it, so its final
     value stands for the value at every step. Plain autodiff of a scan would save one bank per unit.
 
     Args:
         apply: one unit.
         first: absolute index of each unit's first layer.
-        offload: keep those prefixes in host memory until the backward pass; the bank stays.
+        remat: "full"; "outputs": the outputs are saved too; "offload": the prefixes are saved in host memory.
         stacked: parameters and buffers, a leading axis over units.
         bank, prefix: what flows through depth.
         segment_ids: documents of the tokens.
+
+    Returns: bank, prefix, stats.
     """
     step = partial(_unit_step, apply, segment_ids)
     (bank, prefix), stats = _scan(step, (bank, prefix), stacked, first)
@@ -322,29 +358,33 @@ def _scan(
 
 def _unit_step(apply, segment_ids, carry, xs):
     stacked, first = xs
-    bank, prefix, stats = apply(stacked, first, *carry, segment_ids)
+    bank, prefix, stats, _ = apply(stacked, first, *carry, segment_ids)
     return (bank, prefix), stats
 
 
-def _scan_units_fwd(apply, first, offload, stacked, bank, prefix, segment_ids):
+def _scan_units_fwd(apply, first, remat, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
-        out, stats = _unit_step(apply, segment_ids, carry, xs)
-        kept = jax.device_put(carry[1], jax.memory.Space.Host) if offload else carry[1]
-        return out, (kept, stats)
+        stacked, first = xs
+        bank, prefix, stats, outputs = apply(stacked, first, *carry, segment_ids)
+        entered = carry[1]
+        if remat == "offload":
+            entered = jax.device_put(entered, jax.memory.Space.Host)
+        return (bank, prefix), (entered, outputs if remat == "outputs" else None, stats)
 
-    (bank, prefix), (prefixes, stats) = _scan(step, (bank, prefix), stacked, first)
-    return (bank, prefix, stats), (stacked, bank, prefixes, segment_ids)
+    (bank, prefix), (*saved, stats) = _scan(step, (bank, prefix), stacked, first)
+    return (bank, prefix, stats), (stacked, bank, *saved, segment_ids)
 
 
-def _scan_units_bwd(apply, first, offload, saved, cotangents):
-    stacked, bank, prefixes, segment_ids = saved
+def _scan_units_bwd(apply, first, remat, saved, cotangents):
+    stacked, bank, prefixes, outputs, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
     def step(carry, xs):
-        (params, prefix), index = xs
-        prefix = jax.device_put(prefix, jax.memory.Space.Device) if offload else prefix
+        (params, prefix, kept), index = xs
+        if remat == "offload":
+            prefix = jax.device_put(prefix, jax.memory.Space.Device)
         _, pull = jax.vjp(
-            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True)[:2],
+            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True, kept=kept)[:2],
             params,
             bank,
             prefix,
@@ -353,7 +393,7 @@ def _scan_units_bwd(apply, first, offload, saved, cotangents):
         return tuple(carry), d_params
 
     (d_bank, d_prefix), d_stacked = _scan(
-        step, (d_bank, d_prefix), (stacked, prefixes), first, reverse=True
+        step, (d_bank, d_prefix), (stacked, prefixes, outputs), first, reverse=True
     )
     return d_stacked, d_bank, d_prefix, None
 
@@ -453,7 +493,7 @@ class K3(nnx.Module):
             def cached_step(carry, xs):
                 (params, caches), first = xs
                 unit = nnx.merge(graphdef, params)
-                bank, prefix, caches, stats = unit(
+                bank, prefix, caches, stats, _ = unit(
                     *carry, first, segment_ids, caches, length, collect=collect
                 )
                 return (bank, prefix), (caches, stats)
@@ -463,20 +503,20 @@ class K3(nnx.Module):
             )
             return bank, prefix, caches, stats
 
-        def apply(params, first, bank, prefix, segment_ids, *, written=False):
+        def apply(params, first, bank, prefix, segment_ids, *, written=False, kept=None):
             unit = nnx.merge(graphdef, params)
-            bank, prefix, _, stats = unit(
-                bank, prefix, first, segment_ids, collect=collect, written=written
+            bank, prefix, _, stats, outputs = unit(
+                bank, prefix, first, segment_ids, collect=collect, written=written, kept=kept
             )
-            return bank, prefix, stats
+            return bank, prefix, stats, outputs
 
-        if self.cfg.remat in ("full", "offload"):
-            offload = self.cfg.remat == "offload"
+        remat = self.cfg.remat
+        if remat in ("full", "outputs", "offload"):
             bank, prefix, stats = scan_units(
-                apply, first, offload, stacked, bank, prefix, segment_ids
+                apply, first, remat, stacked, bank, prefix, segment_ids
             )
             return bank, prefix, None, stats
-        if self.cfg.remat == "dots":
+        if remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
         (bank, prefix), stats = _scan(

@@ -103,7 +103,7 @@ def run_unrolled(model: K3, tokens, segment_ids=None):
     bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
     prefixes = []
     for i, layer in enumerate(layer_modules(model)):
-        bank, prefix, _, _ = layer(bank, prefix, i, segment_ids)
+        bank, prefix, *_ = layer(bank, prefix, i, segment_ids)
         prefixes.append(prefix)
     if cfg.attn_res.kind != "none":
         prefix = model.output_attn_res(bank, bank.shape[0], prefix)

@@ -1,4 +1,4 @@
-"""A training step does not depend on the mesh: gradients, statistics, update and metrics, on 55 meshes."""
+"""A training step does not depend on the mesh: gradients, statistics, update and metrics, on 41 meshes."""
 
 import itertools
 import math
@@ -18,7 +18,9 @@ from tests.model_helpers import random_tokens, tiny_config
 
 pytestmark = pytest.mark.devices
 
-BASE = tiny_config(num_layers=3, pattern=("kda",), closing=("mla",), remat="full")
+BASE = tiny_config(
+    num_layers=2, pattern=("kda",), closing=("mla",), num_dense_layers=0, remat="outputs"
+)
 assert BASE.moe is not None
 # Every dimension that an axis splits has room for 8 ways; rank 12 has room for 4 only.
 MODEL = replace(
@@ -34,7 +36,7 @@ BYTES = np.arange(MODEL.vocab_size) % 5
 
 SHAPES = [
     shape
-    for devices in (2, 4, 8)
+    for devices in (1, 2, 8)
     for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
     if math.prod(shape) == devices
 ]
@@ -134,5 +136,5 @@ def test_a_step_does_not_depend_on_the_mesh(shape):
 
 
 def test_meshes_are_many():
-    assert len(SHAPES) == 55
+    assert len(SHAPES) == 41
     assert set(QUICK) <= set(SHAPES)

@@ -141,7 +141,7 @@ def test_kf_122_scanned_equals_unrolled(kind, dtype):
 
     want, want_grads = loss(lambda m: run_unrolled(m, tokens)[0], cfg)
     tolerance = 1e-5
-    for remat in ("none", "dots", "full", "offload"):
+    for remat in ("none", "dots", "full", "outputs", "offload"):
         got, grads = loss(lambda m: m.hidden(tokens)[0], replace(cfg, remat=remat))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
         scale = optax.tree.norm(want_grads)
@@ -165,12 +165,12 @@ def test_kf_071_start_in_the_middle(depth, cut):
         prefix = model.embed_tokens(tokens, cfg.dtype)
         bank = jnp.zeros((cfg.attn_res.num_rows(depth), *prefix.shape))
         for i in range(cut):
-            bank, prefix, _, _ = layers[i](bank, prefix, i, None)
+            bank, prefix, *_ = layers[i](bank, prefix, i, None)
         # a fresh process gets the written rows and the running sum, nothing else
         rows = int(cfg.attn_res.before_attention(cut)[0])
         bank = jnp.zeros_like(bank).at[:rows].set(bank[:rows])
         for i in range(cut, depth):
-            bank, prefix, _, _ = layers[i](bank, prefix, i, None)
+            bank, prefix, *_ = layers[i](bank, prefix, i, None)
         h = model.norm(model.output_attn_res(bank, bank.shape[0], prefix))
         return h, model.hidden(tokens)[0]
 

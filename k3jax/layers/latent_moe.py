@@ -279,6 +279,13 @@ class LatentMoE(nnx.Module):
 
         Returns: the outputs in x's dtype, and the statistics of this device's share or None.
         """
+        u, stats = self.routed(x, mask, collect)
+        return self.finish(x, u), stats
+
+    def routed(
+        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None, collect: bool = False
+    ) -> tuple[Float[Array, "tokens L"], RouterStats | None]:
+        """Each token's weighted sum of experts in the latent, of this device's share of the tokens."""
         cfg, every = self.cfg, x.reshape(-1, x.shape[-1])
         mask = None if mask is None else mask.reshape(-1)
         if mask is None and every.shape[0] % axis_size("tensor"):
@@ -290,22 +297,29 @@ class LatentMoE(nnx.Module):
         with jax.named_scope("routed_experts"):
             z = tokens if cfg.latent_dim is None else self.routed_expert_down_proj(tokens)
             u = self.experts(z, routing.ids, routing.weights, mask).astype(x.dtype)
+        if not collect:
+            return u, None
+        with jax.named_scope("collect_stats"):
+            return u, collect_stats(
+                routing.scores,
+                routing.cutoff,
+                routing.ids,
+                bias,
+                mask,
+                balancing=cfg.balancing,
+                num_bins=cfg.num_bins,
+            )
+
+    def finish(
+        self, x: Float[Array, "B T D"], u: Float[Array, "tokens L"]
+    ) -> Float[Array, "B T D"]:
+        """The layer's output from its input and what `routed` gave."""
+        cfg, every = self.cfg, x.reshape(-1, x.shape[-1])
+        with jax.named_scope("routed_experts"):
             u = self.routed_expert_norm(u) if cfg.latent_norm else u
             y = u if cfg.latent_dim is None else self.routed_expert_up_proj(u)
             y = join_tokens(y, every.shape[0])
         if cfg.num_shared:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(every)
-        stats = None
-        if collect:
-            with jax.named_scope("collect_stats"):
-                stats = collect_stats(
-                    routing.scores,
-                    routing.cutoff,
-                    routing.ids,
-                    bias,
-                    mask,
-                    balancing=cfg.balancing,
-                    num_bins=cfg.num_bins,
-                )
-        return y.reshape(x.shape), stats
+        return y.reshape(x.shape)
