@@ -187,15 +187,16 @@ def memory_estimate(
 ) -> tuple[float, float]:
     """Bytes per device that training surely needs, and an estimate with the activations.
 
-    Surely: the training state and float32 gradients, sharded over `mesh.fsdp`. The activations are
-    a rule of thumb: what each layer keeps for the backward pass, and the working set of one layer.
+    Surely: the training state and float32 gradients. The activations are a rule of thumb: what each
+    layer keeps for the backward pass, and the working set of one layer. Arguments as in
+    `check_memory`.
     """
     model = cfg.model
-    fsdp = cfg.mesh.fsdp if cfg.mesh.fsdp > 0 else num_devices
-    sure = (state_bytes + 4 * parameters) / fsdp
+    sure = state_bytes + 4 * parameters
     tokens = cfg.batch_size // cfg.accumulation * cfg.seq_len / num_devices
     width = max(model.width, model.kda.num_heads * model.kda.head_dim)
-    kept = {"none": 30, "dots": 14, "full": 2, "offload": 1}[model.remat]  # values of this width, per layer
+    # values of this width, per layer
+    kept = {"none": 30, "dots": 14, "full": 2, "outputs": 4, "offload": 1}[model.remat]
     values = tokens * width * (kept * model.num_layers + 40)
     itemsize = 2 if model.dtype in ("bfloat16", "float16") else 4
     return sure, sure + values * itemsize
@@ -208,8 +209,8 @@ def check_memory(
 
     Args:
         cfg: the run.
-        parameters: of the model.
-        state_bytes: of the whole training state.
+        parameters: that one device holds.
+        state_bytes: of the training state that one device holds.
         num_devices: of the mesh.
 
     Raises: UserError if parameters, optimizer state and gradients alone do not fit.
