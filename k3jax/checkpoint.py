@@ -1,13 +1,13 @@
 """Checkpoints: one committed folder per step holds everything that is needed to continue.
 
     DIR/<step>/state   every array of the training state (orbax; any mesh can read it)
-    DIR/<step>/data    position of the data iterator, one JSON file per process
+    DIR/<step>/data    position in the data: one JSON file per process, each with streams of its own
     DIR/<step>/meta    format, step, full configuration, library versions, word sums (JSON)
 
 Writing is asynchronous: orbax copies the arrays to the host before `save` returns (the next step
 may donate them), writes `<step>.orbax-checkpoint-tmp…` in the background and renames it, which is
 the commit. Old checkpoints are deleted only after that. A folder that lacks a part was never
-committed; readers pass over it. The word sums find arrays that changed on disk, which the file
+committed; readers pass over it. Any number of processes, on any mesh, reads what any other wrote. The word sums find arrays that changed on disk, which the file
 format alone does not.
 """
 
@@ -31,9 +31,10 @@ from etils import epath
 from grain.checkpoint import CheckpointSave
 from jax.experimental import multihost_utils
 
+from k3jax import hosts
 from k3jax.errors import UserError, disk_errors
 
-FORMAT = 1  # raised when a reader of the previous format would misread the files
+FORMAT = 2  # raised when a reader of the previous format would misread the files
 UNFINISHED = ".orbax-checkpoint-tmp"
 PARTS = ("_CHECKPOINT_METADATA", "state/_METADATA", "data", "meta/metadata")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -43,11 +44,11 @@ _warned: set[Path] = set()
 
 
 class Restored(NamedTuple):
-    """One checkpoint: the state in the target's structure, the data position, the configuration."""
+    """One checkpoint: the state in the target's structure, data position, configuration."""
 
     step: int
     state: Any
-    data: dict[str, Any]
+    data: list[dict[str, Any]]  # what each process saved of the position
     config: dict[str, Any]
 
 
@@ -82,9 +83,7 @@ class CheckpointWriter:
         _quiet_abandoned_io()
         self.directory = directory.absolute()
         self.last_step = latest_step(self.directory)
-        _remove_unfinished(self.directory)
-        for folder in steps(self.directory)[1]:  # its name is needed when training gets there again
-            folder.rename(_free_name(folder))
+        hosts.together(self._clean)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,
@@ -93,6 +92,12 @@ class CheckpointWriter:
         )
         with _saving(self.directory):
             self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def _clean(self) -> None:
+        if hosts.index() == 0:
+            _remove_unfinished(self.directory)
+            for folder in steps(self.directory)[1]:  # training needs its name when it gets there
+                folder.rename(_free_name(folder))
 
     def save(
         self, step: int, state: Any, data: grain.DatasetIterator, config: dict[str, Any]
@@ -147,6 +152,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, hosts.LostHost):
+            return  # a save in progress waits for all
         try:
             self.close()
         except UserError as failure:
@@ -249,8 +256,8 @@ def _saved_leaves(path: Path) -> dict[str, Any]:
 
 def _read_arrays(path: Path, arguments: Any, meta: dict[str, Any]) -> dict[str, Any]:
     handler = ocp.PyTreeCheckpointHandler()
-    tree = _read(path, lambda: handler.restore(epath.Path(path / "state"), args=arguments))
-    leaves = _named(tree)
+    read = functools.partial(handler.restore, epath.Path(path / "state"), args=arguments)
+    leaves = _named(hosts.together(lambda: _read(path, read)))
     sums = _word_sums(leaves)
     changed = [name for name in sums if sums[name] != meta["word_sums"].get(name)]
     if changed:
@@ -298,12 +305,13 @@ def _quiet_abandoned_io() -> None:
     warnings.filterwarnings("ignore", "coroutine '.*write_fragment' was never awaited")
 
 
-def _read_data(path: Path) -> dict[str, Any]:
-    name = f"data/process_{jax.process_index()}-of-{jax.process_count()}.json"
+def _read_data(path: Path) -> list[dict[str, Any]]:
     with _damage(path):
-        if not (path / name).exists() and any((path / "data").glob("process_*.json")):
-            raise UserError(f"checkpoint {path} has no {name}: start as many processes as saved it")
-        return json.loads((path / name).read_text())
+        files = sorted((path / "data").glob("process_*-of-*.json"))
+        wanted = int(files[0].stem.rpartition("-")[2]) if files else 1
+        if len(files) != wanted:
+            raise _damaged(path, f"{len(files)} of {wanted} data positions are there")
+        return [json.loads(file.read_text()) for file in files]
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -432,5 +440,6 @@ def _saving(directory: Path) -> Generator[None]:
         with disk_errors(f"checkpoint not saved in {directory}, earlier ones are intact"):
             yield
     except UserError:
-        _remove_unfinished(directory)  # a half-written one holds space and is of no use
+        if hosts.index() == 0:  # a half-written one holds space and is of no use
+            _remove_unfinished(directory)
         raise

@@ -5,10 +5,6 @@ import signal
 import threading
 from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
 
 class StopSignal:
     """SIGTERM or SIGINT asks for a stop; the loops poll it between steps. SIGINT twice aborts.
@@ -38,8 +34,5 @@ class StopSignal:
         os.write(2, f"\n{self.name}: saving after this step; Ctrl-C again aborts\n".encode())
 
     def __bool__(self) -> bool:
-        """Whether any process was asked; every process must poll at the same place."""
-        asked = self.name is not None
-        if jax.process_count() > 1:
-            asked = bool(multihost_utils.process_allgather(np.array(asked)).any())
-        return asked
+        """Whether this process was asked; `hosts.turn` tells the others."""
+        return self.name is not None

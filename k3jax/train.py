@@ -1,9 +1,12 @@
 """The training loop: prepare, resume, step, measure, validate, save, stop.
 
 `train(cfg)` refuses bad input before it writes anything, continues from the newest checkpoint of
-the run folder, and leaves one of these exit codes.
+the run folder, and leaves one of these exit codes. Several processes agree before each program that
+they compute together (`hosts.py`); all save, process 0 alone writes the other files and the terminal.
 """
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +16,18 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from rich.console import Console
 
-from k3jax import devices
+from k3jax import devices, hosts
 from k3jax.checkpoint import CheckpointWriter, restore
 from k3jax.configs.experiment import ExperimentConfig
-from k3jax.data.packing import TrainIterator, make_eval_batches, make_train_iterator
+from k3jax.data.packing import (
+    TrainIterator,
+    join_positions,
+    make_eval_batches,
+    make_train_iterator,
+)
 from k3jax.data.text import load_corpus
 from k3jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from k3jax.display import Display
@@ -27,10 +36,9 @@ from k3jax.flops import flops_per_token, parameter_counts, peak_flops, state_tre
 from k3jax.meter import Diverged, Meter
 from k3jax.metrics import MetricsLog
 from k3jax.run_dir import RunDir, to_json
-from k3jax.sharding.mesh import batch_sharding, make_mesh
-from k3jax.sharding.rules import logical_axes, state_shardings
+from k3jax.sharding.mesh import batch_sharding, check_batch, make_mesh, rows_sharding
 from k3jax.stop_signal import StopSignal
-from k3jax.train_state import TrainState, abstract_model, init_state, merge
+from k3jax.train_state import TrainState, abstract_state, init_state
 from k3jax.train_step import make_eval_step, make_train_step
 
 DONE, DIVERGED, NOTHING_LEFT = 0, 3, 4  # exit codes; 2 is bad input
@@ -45,6 +53,7 @@ class Setup:
     cfg: ExperimentConfig
     tokenizer: Tokenizer
     data: TrainIterator
+    held: Sequence[int]  # rows of each batch that this process's devices hold
     validation: grain.IterDataset | None
     mesh: Mesh
     abstract: TrainState  # shapes, dtypes and shardings
@@ -69,13 +78,20 @@ def train(
         from before them), 4 if the run has all its steps already.
     Raises: UserError for bad input, before anything is written, and when the disk refuses.
     """
+    hosts.connect()
     run = RunDir(cfg.run_dir or f"runs/{cfg.name}")
+    speaks = hosts.index() == 0
     try:
-        with StopSignal() as stop:
-            run.open()
+        with StopSignal() as stop, hosts.announced():
+            if speaks:
+                run.open()
             run.check(cfg)
             start = run.latest_step() or 0
-            shown = display or Display(start=start, total=cfg.steps, every=cfg.log_every)
+            hosts.same("the newest checkpoint at step", start)
+            console = None if speaks else Console(quiet=True)
+            shown = display or Display(
+                start=start, total=cfg.steps, every=cfg.log_every, console=console
+            )
             if start >= cfg.steps:
                 shown.note(
                     f"nothing to do: {run.path} is at step {start} and --steps is {cfg.steps}; "
@@ -83,15 +99,16 @@ def train(
                 )
                 return NOTHING_LEFT
             setup = prepare(cfg, shown, on)
+            hosts.same("configuration and data", _digest(setup))
             state = _restored(setup, run) if run.latest_step() is not None else None
             where = "new" if state is None else f"continues after step {start}"
             shown.note(
                 f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops (preemption service off)"
             )
-            if stop:
+            if hosts.turn(lambda: None, stop.name, patience=hosts.STARTING).stopped:
                 shown.note("stopped before the first step; nothing was written")
                 return DONE
-            if jax.process_index() == 0:
+            if speaks:
                 run.create(cfg)
             return _run(setup, run, state, start, stop, shown)
     except jax.errors.JaxRuntimeError as error:
@@ -116,19 +133,19 @@ def prepare(
     check_vocabulary(tokenizer, cfg.model.vocab_size)
     try:
         mesh = make_mesh(cfg.mesh, on)
-        _check_batch(cfg, mesh.size)
-        abstract = jax.eval_shape(
-            lambda: init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed))
-        )
-        model = merge(*abstract_model(cfg.model))
-        shardings = state_shardings(abstract, logical_axes(model), mesh)
+        passes, rows = cfg.accumulation, cfg.batch_size // cfg.accumulation
+        check_batch(mesh, rows=rows, tokens=cfg.seq_len)
+        abstract = abstract_state(cfg.model, cfg.optim, mesh)
         counts = parameter_counts(cfg.model)
     except UserError:
         raise
     except ValueError as error:  # shapes that do not go together, or not over this mesh
         raise UserError(str(error)) from error
     memory = devices.check_memory(
-        cfg, parameters=counts.total, state_bytes=state_tree_bytes(abstract), num_devices=mesh.size
+        cfg,
+        parameters=_held_size(abstract.params),
+        state_bytes=state_tree_bytes(jax.tree.map(_held, abstract)),
+        num_devices=mesh.size,
     )
     display.note(
         f"model {cfg.name}: {counts.total / 1e6:,.1f} M parameters, {counts.active / 1e6:,.1f} M "
@@ -137,45 +154,67 @@ def prepare(
     display.note(memory)
     corpus = load_corpus(cfg.data, strict=cfg.strict)
     display.note(corpus.describe())
-    rows = cfg.batch_size // jax.process_count()
-    host = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     validation = None
     if cfg.eval_every:
         validation = make_eval_batches(
             corpus.split("validation"),
             tokenizer,
             seq_len=cfg.seq_len,
-            rows_per_host=rows // cfg.accumulation,
+            rows=rows,
             num_batches=cfg.eval_batches,
-            **host,
         )
+    held, first = _rows_here(batch_sharding(mesh), (passes, rows, cfg.seq_len))
     data = make_train_iterator(
         corpus.split("train"),
         tokenizer,
         seq_len=cfg.seq_len,
-        rows_per_host=rows,
+        batch_size=cfg.batch_size,
         seed=cfg.seed,
-        **host,
-    )
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+        held=held,
+        first=first,
     )
     flops = flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
-    return Setup(cfg, tokenizer, data, validation, mesh, placed, flops)
+    return Setup(cfg, tokenizer, data, held, validation, mesh, abstract, flops)
 
 
-def _check_batch(cfg: ExperimentConfig, ways: int) -> None:
-    rows = cfg.batch_size // cfg.accumulation
-    if rows % ways:
-        raise UserError(
-            f"batch_size={cfg.batch_size} with accumulation={cfg.accumulation} gives {rows} rows "
-            f"for {ways} devices: choose --batch-size so that every device gets as many"
-        )
+def _held(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What one device holds of an array."""
+    assert leaf.sharding is not None
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _held_size(tree: Any) -> int:
+    return sum(math.prod(_held(leaf).shape) for leaf in jax.tree.leaves(tree))
+
+
+def _rows_here(sharding: NamedSharding, shape: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+    """Rows of a whole batch that this process's devices hold, and of these the ones that no process
+    of a lower number holds: with `context` or `tensor` over processes, several hold the same.
+
+    Args:
+        sharding: of a batch.
+        shape: [accumulation, rows, tokens]; row r of pass a is row a · rows + r of the whole batch.
+    """
+    row = np.arange(shape[0] * shape[1]).reshape(shape[:2])
+    lowest = np.full(row.size, hosts.count())
+    held = np.zeros(row.size, bool)
+    for device, index in sharding.devices_indices_map(shape).items():
+        rows = row[index[:2]]
+        lowest[rows] = np.minimum(lowest[rows], device.process_index)
+        held[rows] |= device.process_index == hosts.index()
+    first = held & (lowest == hosts.index())
+    return np.flatnonzero(held).tolist(), np.flatnonzero(first).tolist()
+
+
+def _digest(setup: Setup) -> str:
+    """What must be the same on all processes, in a few letters."""
+    text = json.dumps([to_json(setup.cfg), setup.data.identity], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def _restored(setup: Setup, run: RunDir) -> TrainState:
     found = restore(run.checkpoints, setup.abstract)
-    setup.data.set_state(found.data)
+    setup.data.set_state(join_positions(found.data))
     return found.state
 
 
@@ -185,33 +224,44 @@ def _initial(setup: Setup) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.abstract)
     if setup.mesh.size == 1:  # uncompiled, see `init_params`
         return jax.device_put(init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed)), shardings)
-    make = jax.jit(lambda key: init_state(cfg.model, cfg.optim, key), out_shardings=shardings)
-    return make(jax.random.key(cfg.seed))
+    with jax.set_mesh(setup.mesh):
+        make = jax.jit(
+            lambda: init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed), setup.mesh),
+            out_shardings=shardings,
+        )
+        return make()
 
 
 def compiled_steps(setup: Setup) -> tuple[Callable, Callable]:
-    """Training and validation step. The placement of the state is fixed: left to the compiler, the
+    """Training and validation step, to be called under `jax.set_mesh`. The placement of the state is fixed: left to the compiler, the
     first output has another one than the first input, and the second call compiles again (KF-117).
     """
     token_bytes = setup.tokenizer.token_bytes()
     shardings = jax.tree.map(lambda x: x.sharding, setup.abstract)
     train_step = jax.jit(
-        make_train_step(setup.cfg, token_bytes),
+        make_train_step(setup.cfg, token_bytes, mesh=setup.mesh),
         donate_argnums=0,
         out_shardings=(shardings, None),
     )
-    return train_step, make_eval_step(setup.cfg, token_bytes)
+    return train_step, make_eval_step(setup.cfg, token_bytes, mesh=setup.mesh)
 
 
 def _place(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This host's rows of a batch as part of the global [accumulation, rows, tokens]."""
-    sharding, passes = batch_sharding(setup.mesh), setup.cfg.accumulation
-    return {
-        name: jax.make_array_from_process_local_data(
-            sharding, values.reshape(passes, -1, values.shape[-1])
+    """The held rows of a batch as this process's part of the global [accumulation, rows, tokens]."""
+    cfg = setup.cfg
+    shape = (cfg.accumulation, cfg.batch_size // cfg.accumulation, cfg.seq_len)
+    place = np.full(cfg.batch_size, -1)
+    place[setup.held] = np.arange(len(setup.held))
+    place = place.reshape(shape[:2])
+
+    def placed(values: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(
+            shape,
+            batch_sharding(setup.mesh),
+            lambda index: values[place[index[:2]]][..., index[2]],
         )
-        for name, values in batch.items()
-    }
+
+    return {name: placed(values) for name, values in batch.items()}
 
 
 def _run(
@@ -226,7 +276,7 @@ def _run(
     state = _initial(setup) if state is None else state
     train_step, eval_step = compiled_steps(setup)
     meter = _meter(setup, skipped=int(state.skipped))
-    log = MetricsLog(run, resume_step=start) if jax.process_index() == 0 else None
+    log = MetricsLog(run, resume_step=start) if hosts.index() == 0 else None
     saver = CheckpointWriter(run.checkpoints, keep_last=cfg.keep_last, keep_every=cfg.keep_every)
     step, record = start, {}
     in_flight: dict[str, jax.Array] | None = None  # metrics of `step`, not yet waited for
@@ -242,32 +292,46 @@ def _run(
                 display.step(record)
             meter.check(step)
 
+    def save() -> None:
+        finish()
+        if step != saver.last_step:
+            saver.save(step, state, setup.data, to_json(cfg))
+
+    stopped = None
     try:
-        with saver, display:
-            while step < cfg.steps and not stop:
-                state, metrics = train_step(state, _place(setup, next(setup.data)))
-                saver.check()
-                finish()  # the step before: one step late, so that the device never waits
-                step, in_flight = step + 1, metrics
-                last = step == cfg.steps
-                if cfg.eval_every and (last or step % cfg.eval_every == 0):
-                    jax.block_until_ready(metrics)
-                    meter.pause()
-                    finish(evaluate(eval_step, state, _validation(setup), stop))
-                if last or step % cfg.checkpoint_every == 0:
-                    finish()
-                    saver.save(step, state, setup.data, to_json(cfg))
-                    if log is not None:
-                        log.plot()
-                    meter.pause()
-            finish()
-            if step != saver.last_step:
-                saver.save(step, state, setup.data, to_json(cfg))
+        with saver, display, hosts.announced(), jax.set_mesh(setup.mesh):
+            try:
+                while step < cfg.steps:
+                    patience = hosts.STARTING if step < start + 2 else 1.0
+                    turn = hosts.turn(setup.data.peek, stop.name, patience=patience)
+                    if stopped := turn.stopped:
+                        break
+                    if turn.ended:
+                        raise UserError("the data ended before the last step; lower --steps")
+                    state, metrics = train_step(state, _place(setup, next(setup.data)))
+                    saver.check()
+                    finish()  # the step before: one step late, so that the device never waits
+                    step, in_flight = step + 1, metrics
+                    last = step == cfg.steps
+                    if cfg.eval_every and (last or step % cfg.eval_every == 0):
+                        jax.block_until_ready(metrics)
+                        meter.pause()
+                        finish(evaluate(eval_step, state, _validation(setup), stop))
+                    if last or step % cfg.checkpoint_every == 0:
+                        save()
+                        if log is not None:
+                            log.plot()
+                        meter.pause()
+            except hosts.HostError as error:
+                if error.can_save:
+                    save()
+                raise error.origin() from error.mine
+            save()
         if log is not None:
             log.plot()
-        if step < cfg.steps:
+        if stopped:
             display.note(
-                f"stopped by {stop.name or 'another process'} after step {step}; checkpoint in "
+                f"stopped by {stopped} after step {step}; checkpoint in "
                 f"{run.checkpoints / str(step)}; the same command continues"
             )
             return DONE
@@ -299,10 +363,10 @@ def _meter(setup: Setup, skipped: int) -> Meter:
 def _validation(setup: Setup) -> Iterator[dict[str, jax.Array]]:
     """Validation batches on the devices, one micro-batch of rows each."""
     assert setup.validation is not None
-    sharding = NamedSharding(setup.mesh, PartitionSpec(("data", "fsdp")))
+    sharding = rows_sharding(setup.mesh)
     for batch in setup.validation:
         yield {
-            name: jax.make_array_from_process_local_data(sharding, values)
+            name: jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
             for name, values in batch.items()
         }
 
@@ -321,15 +385,20 @@ def evaluate(
         eval_step: from `make_eval_step`.
         state: has `params` and `buffers`.
         batches: {"tokens", "segment_ids"}, int32 [B, T].
-        stop: polled before each batch; a stop gives no result.
+        stop: polled before each batch; a stop, of any process, gives no result.
 
     Returns: both figures; only what is defined (no bits per byte without byte counts).
     """
     sums: dict[str, float] = {}
-    for batch in batches:
-        if stop:
+    coming = iter(batches)
+    while True:
+        asked = None if stop is None else stop.name
+        turn = hosts.turn(lambda: next(coming), asked, patience=hosts.STARTING)
+        if turn.stopped:
             return {}
-        for name, value in eval_step(state.params, state.buffers, batch).items():
+        if turn.ended:
+            break
+        for name, value in eval_step(state.params, state.buffers, turn.item).items():
             sums[name] = sums.get(name, 0.0) + float(value)
     found = {}
     if sums.get("tokens"):
@@ -366,13 +435,16 @@ def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display)
     """Prints a short text of the trained model; a stop ends it early."""
     from k3jax.sample import Generator, SamplingConfig
 
-    if jax.process_count() > 1:  # every process holds only a part of the model
-        return
+    size = state_tree_bytes(state.params)
+    if hosts.count() > 1 or (setup.mesh.size > 1 and size > devices.device_memory() / 8):
+        return  # it is not on this process, or too large to be on one device as well
     prompt = LIBRARY_PROMPT if setup.cfg.data is None else ""
+    one = SingleDeviceSharding(setup.mesh.devices.flat[0])
+    params, buffers = jax.device_put((state.params, state.buffers), one)
     generator = Generator(
         setup.cfg.model,
-        state.params,
-        state.buffers,
+        params,
+        buffers,
         setup.tokenizer,
         SamplingConfig(temperature=0.7),
     )

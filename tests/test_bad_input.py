@@ -173,7 +173,7 @@ def run_folder(tmp_path_factory):
     state = init_state(cfg.model, cfg.optim, jax.random.key(0))
     split = load_corpus(cfg.data).split("train")
     data = make_train_iterator(
-        split, load_tokenizer("bytes"), seq_len=cfg.seq_len, rows_per_host=8, seed=cfg.seed
+        split, load_tokenizer("bytes"), seq_len=cfg.seq_len, batch_size=8, seed=cfg.seed
     )
     with CheckpointWriter(run.checkpoints, keep_last=3) as writer:
         for step in (2, 4):

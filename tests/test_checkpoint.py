@@ -72,7 +72,8 @@ def test_round_trip_of_every_part(tmp_path):
     found = restore(tmp_path, abstract(toy_state()))
     assert (found.step, found.config["name"]) == (2, "toy")
     data = position()
-    data.set_state(found.data)
+    (saved,) = found.data
+    data.set_state(saved)
     assert next(data) == 2
     assert_equal(found.state, toy_state(2))
     assert_equal(restore(tmp_path, toy_state(), step=1).state, toy_state(1))
@@ -348,7 +349,7 @@ def test_another_format_is_refused(tmp_path):
     write(tmp_path, 1)
     meta = json.loads((tmp_path / "1/meta/metadata").read_text())
     (tmp_path / "1/meta/metadata").write_text(json.dumps(meta | {"format": 99}))
-    with pytest.raises(UserError, match="format 99, this k3jax reads format 1"):
+    with pytest.raises(UserError, match="format 99, this k3jax reads format 2"):
         restore(tmp_path, toy_state())
 
 

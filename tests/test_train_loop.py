@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -237,7 +238,7 @@ def test_kf_108_a_signal_ends_the_sample(monkeypatch, data, tmp_path):
     display = Recorder()
     with loop.StopSignal() as stop:
         setup = loop.prepare(tiny(tmp_path, data), display, jax.devices()[:1])
-        loop._sample(setup, setup.abstract, stop, display)
+        loop._sample(setup, SimpleNamespace(params={}, buffers={}), stop, display)
         setup.data.close()
     assert len(blocks) == 1
 

@@ -17,7 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.data.packing import PackedRows, make_eval_batches, make_train_iterator
+from k3jax.data.packing import (
+    MixedRows,
+    PackedRows,
+    join_positions,
+    make_eval_batches,
+    make_train_iterator,
+    num_streams,
+)
 from k3jax.data.text import load_corpus
 from k3jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from k3jax.errors import UserError
@@ -33,13 +40,13 @@ def write_texts(folder, texts):
 
 
 def train(split, **options):
-    defaults = {"seq_len": 16, "rows_per_host": 2, "seed": 0, "prefetch": 0, "num_threads": 0}
-    defaults["row_window"] = 1  # rows in the order of the documents
+    defaults = {"seq_len": 16, "batch_size": 2, "seed": 0, "prefetch": 0, "num_threads": 0}
+    defaults |= {"row_window": 1, "streams": 1}  # rows in the order of the documents
     return make_train_iterator(split, TOKENIZER, **(defaults | options))
 
 
 def evaluate(split, **options):
-    defaults = {"seq_len": 16, "rows_per_host": 2, "row_window": 1, "prefetch": 0}
+    defaults = {"seq_len": 16, "rows": 2, "row_window": 1, "prefetch": 0}
     return make_eval_batches(split, TOKENIZER, **(defaults | options))
 
 
@@ -77,8 +84,10 @@ def mixed(tmp_path_factory):
     return load_corpus(str(folder))
 
 
-@pytest.mark.parametrize("row_window, prefetch, num_threads", [(1, 0, 0), (5, 0, 0), (5, 2, 2)])
-def test_resume_is_exact_at_every_point(mixed, row_window, prefetch, num_threads):
+@pytest.mark.parametrize(
+    "row_window, prefetch, num_threads, streams", [(1, 0, 0, 1), (5, 0, 0, 1), (10, 2, 2, 2)]
+)
+def test_resume_is_exact_at_every_point(mixed, row_window, prefetch, num_threads, streams):
     """KF-112: from every batch of three epochs, also in the middle of a document or a window."""
     split = mixed.split("train")
     options = {
@@ -86,16 +95,17 @@ def test_resume_is_exact_at_every_point(mixed, row_window, prefetch, num_threads
         "row_window": row_window,
         "prefetch": prefetch,
         "num_threads": num_threads,
+        "streams": streams,
     }
     iterator = train(split, **options)
     states, batches = [], []
     for _ in range(120):
         states.append(json.dumps(iterator.get_state()))
         batches.append(next(iterator))
-    windows = [json.loads(state)["position"]["parent_window_start_state"] for state in states]
-    assert windows[-1]["documents"]["next_index"] > 2 * len(split)
+    windows = [json.loads(state)["streams"]["0"]["rows"] for state in states]
+    assert windows[-1]["documents"]["next_index"] > 2 * len(split) / streams
     assert sum(window["used"] > 0 for window in windows) > 20
-    assert max(map(len, states)) < 600
+    assert max(map(len, states)) < 500
     iterator.close()
     fresh = train(split, **options)
     points = random.Random(1).sample(range(115), 40 if prefetch else 60)
@@ -112,7 +122,7 @@ def test_resume_is_exact_at_every_point(mixed, row_window, prefetch, num_threads
 def test_rows_are_mixed_within_windows_and_none_is_lost(tmp_path):
     """Documents of 8 rows each: in their own order a batch of 4 rows is one document."""
     split = write_texts(tmp_path, [chr(ord("a") + i) * 94 for i in range(16)]).split("all")
-    options = {"seq_len": 12, "rows_per_host": 4}
+    options = {"seq_len": 12, "batch_size": 4}
 
     def rows(**more):
         batches = list(itertools.islice(train(split, **options, **more), 32))
@@ -131,10 +141,10 @@ def test_rows_are_mixed_within_windows_and_none_is_lost(tmp_path):
 
 
 def test_kf_112_stop_after_37_of_100(tmp_path):
-    """Rows of exactly one document: 37 examples, stop, resume; then other host counts."""
+    """Rows of exactly one document: 37 examples, stop, resume."""
     corpus = write_texts(tmp_path, [f"document{i:02}" for i in range(100)])
     split = corpus.split("all")
-    options = {"seq_len": 12, "rows_per_host": 1}
+    options = {"seq_len": 12, "batch_size": 1}
     whole = documents(itertools.islice(train(split, **options), 100))
     assert sorted(whole[:-1]) == [f"document{i:02}" for i in range(100)]
     stopped = train(split, **options)
@@ -144,15 +154,106 @@ def test_kf_112_stop_after_37_of_100(tmp_path):
     resumed = train(split, **options)
     resumed.set_state(state)
     assert documents(next(resumed) for _ in range(63)) == whole[37:]
-    for before, after in ((2, 1), (1, 4)):
-        old = train(split, process_count=before, **options)
-        for _ in range(37):
-            next(old)
-        with pytest.raises(
-            UserError,
-            match=rf"process_count={before}, this run has process_count={after}; start as",
-        ):
-            train(split, process_count=after, **options).set_state(old.get_state())
+
+
+def shares(split, holds, **options):
+    """Iterators of processes that hold these rows each, and `first` as the training loop says."""
+    taken, found = set(), []
+    for held in holds:
+        first = [row for row in held if row not in taken]
+        taken |= set(held)
+        found.append(train(split, held=held, first=first, streams=None, **options))
+    return found
+
+
+ALL = [[0, 1, 2, 3, 4, 5, 6, 7]]
+HOLDS = {
+    "1": ALL,
+    "2": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "2 with two passes": [[0, 1, 4, 5], [2, 3, 6, 7]],
+    "2 that hold the same": ALL * 2,
+    "4": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "4 in another order": [[6, 7], [0, 1], [4, 5], [2, 3]],
+    "4, two by two": [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]],
+    "8": [[row] for row in range(8)],
+}
+
+
+@pytest.mark.parametrize("batch_size", [8, 24])
+@pytest.mark.parametrize("before, after", list(itertools.pairwise([*HOLDS, "1"])))
+def test_kf_112_any_processes_continue_the_same_batches(mixed, before, after, batch_size):
+    """Also with several rows per stream, of which a process may hold a part."""
+    options = {"seq_len": 11, "row_window": 40, "batch_size": batch_size}
+    split, share = mixed.split("train"), batch_size // 8
+
+    def spread(holds):
+        return [[row * share + i for row in held for i in range(share)] for held in holds]
+
+    whole = train(split, streams=None, **options)
+    batches = [next(whole) for _ in range(14)]
+    position = None
+    for holds, steps in ((spread(HOLDS[before]), range(7)), (spread(HOLDS[after]), range(7, 14))):
+        iterators = shares(split, holds, **options)
+        for step in steps:
+            for iterator, held in zip(iterators, holds, strict=True):
+                if position is not None:
+                    iterator.set_state(position)
+                wanted = {name: values[held] for name, values in batches[step].items()}
+                assert_same(next(iterator), wanted)
+            position = None
+        saved = [json.loads(json.dumps(iterator.get_state())) for iterator in iterators]
+        counted = sorted(int(stream) for state in saved for stream in state["streams"])
+        assert counted == list(range(8)), "every stream is saved exactly once"
+        position = join_positions(saved)
+
+
+def test_a_missing_part_of_the_position_is_named(mixed):
+    split, options = mixed.split("train"), {"batch_size": 8}
+    saved = [iterator.get_state() for iterator in shares(split, HOLDS["4"], **options)]
+    with pytest.raises(UserError, match="lacks stream 2 of 8"):
+        shares(split, ALL, **options)[0].set_state(join_positions([saved[0], *saved[2:]]))
+
+
+def test_streams_depend_on_the_batch_alone():
+    assert [num_streams(rows) for rows in (1, 3, 8, 96, 1536)] == [1, 1, 8, 32, 64]
+
+
+def test_peek_does_not_move_the_position(mixed):
+    iterator = train(mixed.split("train"))
+    next(iterator)
+    before = iterator.get_state()
+    peeked = iterator.peek()
+    assert iterator.get_state() == before
+    assert_same(iterator.peek(), peeked)
+    assert_same(next(iterator), peeked)
+    assert iterator.get_state() != before
+    iterator.peek()
+    iterator.set_state(before)
+    assert_same(next(iterator), peeked)
+
+
+@settings(deadline=None, max_examples=25)
+@given(count=st.integers(0, 30), window=st.integers(1, 12), seed=st.integers(0, 3))
+def test_mixing_against_windows(count, window, seed):
+    """A permutation of each window, resumable before every row."""
+    rows = grain.MapDataset.range(count).to_iter_dataset(
+        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    )
+    mixed = MixedRows(rows, window=window, seed=(seed,))
+    iterator, states, order = iter(mixed), [], []
+    while True:
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        row = next(iterator, None)
+        if row is None:
+            break
+        order.append(int(row))
+    for begin in range(0, count, window):
+        assert sorted(order[begin : begin + window]) == list(range(count))[begin : begin + window]
+    for place, state in enumerate(states):
+        again = iter(mixed)
+        again.set_state(state)
+        assert again.get_state() == state
+        assert list(map(int, again)) == order[place:]
 
 
 def test_restoring_elsewhere_is_refused_by_field(tmp_path, mixed):
@@ -163,66 +264,45 @@ def test_restoring_elsewhere_is_refused_by_field(tmp_path, mixed):
         "data": train(other),
         "seq_len": train(split, seq_len=17),
         "seed": train(split, seed=1),
-        "process_count": train(split, process_count=2),
+        "streams": train(split, streams=2),
     }
     for field, iterator in wrong.items():
         with pytest.raises(UserError, match=f"has {field}=.*this run has {field}=.*--run-dir"):
             iterator.set_state(state)
-    second = train(split, process_count=2, process_index=1)
-    with pytest.raises(UserError, match="process_index=0, this run has process_index=1"):
-        second.set_state(train(split, process_count=2).get_state())
     lines = [base64.b64encode(bytes([i])) + b" %d" % i for i in range(256)]
     (tmp_path / "t.tiktoken").write_bytes(b"\n".join(lines))
     ranks = load_tokenizer(str(tmp_path / "t.tiktoken"))
-    iterator = make_train_iterator(split, ranks, seq_len=16, rows_per_host=2, seed=0)
+    iterator = make_train_iterator(split, ranks, seq_len=16, batch_size=2, seed=0, streams=1)
     with pytest.raises(UserError, match="has tokenizer='bytes-259'"):
         iterator.set_state(state)
     iterator.close()
 
 
-def test_more_rows_per_batch_continue_the_same_rows(mixed):
-    one, three = train(mixed.split("train"), rows_per_host=1), train(mixed.split("train"))
-    for _ in range(5):
-        next(one)
-    three.set_state(one.get_state())
-    rows = [next(one) for _ in range(2)]
-    stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    assert_same(next(three), stacked)
-
-
-def test_kf_113_more_hosts_and_threads_than_documents(tmp_path, caplog):
-    """3 documents, 4 hosts, 8 threads: in four epochs every document comes four times."""
+def test_kf_113_more_streams_and_threads_than_documents(tmp_path, caplog):
+    """3 documents, 4 streams, 8 threads: in four epochs every document comes four times."""
     split = write_texts(tmp_path, ["docA", "docB", "docC"]).split("all")
+    options = {"seq_len": 6, "batch_size": 4, "num_threads": 8}
     with caplog.at_level(logging.WARNING, "k3jax"):
-        hosts = [
-            train(
-                split, seq_len=6, rows_per_host=1, num_threads=8, process_index=i, process_count=4
-            )
-            for i in range(4)
-        ]
-    assert "data: 4 hosts share 3 documents" in caplog.messages
+        hosts = shares(split, [[0], [1], [2], [3]], **options)
+    assert "data: 4 streams share 3 documents" in caplog.messages
     assert "data: 8 reading threads share 3 documents" in caplog.messages
     rounds = [[documents([next(host)])[0] for host in hosts] for _ in range(3)]
-    order = [text for row in rounds for text in row]  # the sequence that was dealt to the hosts
+    order = [text for row in rounds for text in row]  # the sequence that was dealt to the streams
     for epoch in range(4):
         assert sorted(order[3 * epoch : 3 * epoch + 3]) == ["docA", "docB", "docC"]
-    readers = [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+    readers = [t for t in threading.enumerate() if t.name.startswith("k3jax-read")]
     assert 0 < len(readers) <= 4 * 3  # hosts × documents
     for host in hosts:
         host.close()
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
-def test_hosts_are_disjoint_and_cover_an_epoch(tmp_path, hosts):
+@pytest.mark.parametrize("streams", [1, 2, 3, 5])
+def test_streams_are_disjoint_and_cover_an_epoch(tmp_path, streams):
     texts = [f"document{i:02}" for i in range(30)]
     split = write_texts(tmp_path, texts).split("all")
-    seen = []
-    for i in range(hosts):
-        iterator = train(
-            split, seq_len=12, rows_per_host=1, process_index=i, process_count=hosts, seed=3
-        )
-        seen += [documents([next(iterator)])[0] for _ in range(30 // hosts)]
-    assert sorted(seen) == texts
+    iterator = train(split, seq_len=12, batch_size=streams, streams=streams, seed=3)
+    seen = documents(next(iterator) for _ in range(30 // streams))
+    assert sorted(seen[:-1]) == texts
 
 
 def test_order_depends_on_seed_and_epoch_only(tmp_path):
@@ -230,7 +310,7 @@ def test_order_depends_on_seed_and_epoch_only(tmp_path):
     split = write_texts(tmp_path, texts).split("all")
 
     def order(epochs, **options):
-        iterator = train(split, seq_len=12, rows_per_host=1, **options)
+        iterator = train(split, seq_len=12, batch_size=1, **options)
         found = documents(next(iterator) for _ in range(30 * epochs))[:-1]
         return [tuple(found[30 * e : 30 * e + 30]) for e in range(epochs)]
 
@@ -242,7 +322,7 @@ def test_order_depends_on_seed_and_epoch_only(tmp_path):
 
 
 def test_rows_are_full_and_reproduce_the_documents(mixed):
-    iterator = train(mixed.split("train"), seq_len=13, rows_per_host=3)
+    iterator = train(mixed.split("train"), seq_len=13, batch_size=3)
     batches = [next(iterator) for _ in range(60)]
     for batch in batches:
         assert batch["tokens"].shape == batch["segment_ids"].shape == (3, 13)
@@ -342,7 +422,7 @@ def test_kf_117_shapes_do_not_depend_on_the_documents(tmp_path, count):
 
 def test_evaluation_sees_everything_once(mixed):
     split = mixed.split("all")
-    batches = list(evaluate(split, seq_len=13, rows_per_host=4))
+    batches = list(evaluate(split, seq_len=13, rows=4))
     texts = [split[i].data.decode() for i in range(len(split)) if split[i]]
     assert sorted(documents(batches)[:-1]) == sorted(texts)
     assert {batch["tokens"].shape for batch in batches} == {(4, 13)}
@@ -361,18 +441,6 @@ def test_evaluation_repeats_and_stops_early(mixed):
     short = list(evaluate(mixed.split("all"), num_batches=1, prefetch=2))
     assert len(short) == 1
     assert_same(short[0], first[0])
-
-
-@pytest.mark.parametrize("hosts", [2, 3])
-def test_kf_115_hosts_have_equally_many_evaluation_batches(mixed, hosts):
-    """The last batch is padded on every host, and the global batches are those of one host."""
-    split = mixed.split("all")
-    alone = list(evaluate(split, rows_per_host=2 * hosts))
-    shares = [list(evaluate(split, process_index=i, process_count=hosts)) for i in range(hosts)]
-    assert {len(share) for share in shares} == {len(alone)}
-    for step, batch in enumerate(alone):
-        parts = [share[step] for share in shares]
-        assert_same(batch, {name: np.concatenate([p[name] for p in parts]) for name in batch})
 
 
 def test_kf_114_threads_only(mixed):
@@ -418,9 +486,8 @@ def test_data_without_text_ends_instead_of_searching_for_ever(tmp_path):
     "options, message",
     [
         ({"seq_len": 0}, "seq_len is 0"),
-        ({"rows_per_host": 0}, "rows_per_host is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"seed": -1}, "seed is -1"),
-        ({"process_index": 2, "process_count": 2}, r"process_index 2 is outside 0\.\.1"),
     ],
 )
 def test_impossible_options(mixed, options, message):
