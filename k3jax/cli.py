@@ -1,7 +1,8 @@
 """The command `k3jax`: train, sample, eval, configs, check.
 
 Exit codes: 0 done; 2 bad input (one line, nothing written); 3 training stopped because loss or
-gradient stayed not finite; 4 nothing left to train; 130 aborted by a second Ctrl-C.
+gradient stayed not finite; 4 nothing left to train; 5 another process of the run is gone; 130
+aborted by a second Ctrl-C.
 JAX is loaded after the sub-command, the config's name and the versions are known to be good.
 """
 
@@ -16,7 +17,7 @@ from k3jax.flags import nearest, overridden, show_help
 if TYPE_CHECKING:
     from k3jax.configs.experiment import ExperimentConfig
 
-BAD_INPUT, ABORTED = 2, 130
+BAD_INPUT, LOST, ABORTED = 2, 5, 130
 
 USAGE = """usage: k3jax COMMAND ...
 
@@ -96,12 +97,20 @@ def _train(args: list[str]) -> int:
     if _wants_help(args):
         return show_help(default, f"k3jax train {args[0]}")
     cfg = overridden(default, args[1:], f"k3jax train {args[0]}")
-    from k3jax import devices
+    from k3jax import devices, hosts
 
-    devices.start_backend(cfg.platform)  # an absent one is refused before the slower imports
-    from k3jax.train import train
+    hosts.connect()
+    try:
+        with hosts.announced():
+            devices.start_backend(cfg.platform)  # an absent one is refused before slower imports
+        from k3jax.train import train
 
-    return train(cfg)
+        return train(cfg)
+    except hosts.LostHost as error:
+        print(f"k3jax: {error}", file=sys.stderr, flush=True)
+        hosts.end_alone(LOST)
+    finally:
+        hosts.disconnect()
 
 
 def _preset(name: str) -> "ExperimentConfig":
@@ -159,6 +168,7 @@ def _eval(args: list[str]) -> int:
     from k3jax.data.packing import make_eval_batches
     from k3jax.data.text import load_corpus
     from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
+    from k3jax.hosts import HostError
     from k3jax.train import evaluate
     from k3jax.train_step import make_eval_step
 
@@ -169,9 +179,12 @@ def _eval(args: list[str]) -> int:
     split = corpus.split("all" if asked.data else "validation")
     rows = cfg.batch_size // cfg.accumulation
     batches = make_eval_batches(
-        split, tokenizer, seq_len=cfg.seq_len, rows_per_host=rows, num_batches=asked.batches
+        split, tokenizer, seq_len=cfg.seq_len, rows=rows, num_batches=asked.batches
     )
-    found = evaluate(make_eval_step(cfg, tokenizer.token_bytes()), trained, batches)
+    try:
+        found = evaluate(make_eval_step(cfg, tokenizer.token_bytes()), trained, batches)
+    except HostError as error:
+        raise error.origin() from error.mine
     if not found:
         raise UserError(f"data {corpus.name!r} has no text to predict: add some")
     print(f"step {trained.step}: loss {found['val_loss']:.4f} nats per token", end="")
