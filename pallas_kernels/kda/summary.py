@@ -25,6 +25,10 @@ from k3jax.pallas_kernels.kda.chunked import is_bounded, layout
 from k3jax.pallas_kernels.kda.chunked_tiles import einsum, reshape_last
 from k3jax.pallas_kernels.kda.config import Config
 
+# Chunks per step of the compiled loop. A step is short where few heads lie on a device: with 12 of
+# them and 8192 tokens an H200 takes 2.9 ms with 4, and 3.6 ms with 1.
+UNROLL = 4
+
 
 def segment_summary(
     k: Float[Array, "B T H K"],
@@ -68,7 +72,8 @@ def segment_summary(
             u -= einsum("...ck,...kv->...cv", W, S, out=wide)
             return gamma[..., None] * S + einsum("...ck,...cv->...kv", write, u, out=wide), None
 
-        return jax.lax.scan(step, S, (W, U, tiles.write, tiles.gamma))[0]
+        chunks = W, U, tiles.write, tiles.gamma
+        return jax.lax.scan(step, S, chunks, unroll=UNROLL)[0]
 
     def body(S, x, starts):
         k, v, g, beta = x
@@ -117,7 +122,8 @@ def segment_gradient(
             d_own -= einsum("...ck,...cv->...kv", W, d_u, out=wide)
             return gamma[..., None] * d_S + d_own, None
 
-        return jax.lax.scan(step, d_S, (W, d_own, tiles.write, tiles.gamma), reverse=True)[0]
+        chunks = W, d_own, tiles.write, tiles.gamma
+        return jax.lax.scan(step, d_S, chunks, reverse=True, unroll=UNROLL)[0]
 
     start, arrays = jnp.zeros((B, H, K, V), wide), (q, k, g, beta, d_o)
     return _over_groups(body, start, arrays, segment_ids, chunk_size, backwards=True)
