@@ -173,14 +173,18 @@ class ExpertsOp:
     activation: ActivationConfig
 
     def __call__(self, rows, p, group_sizes, matrices):
-        return experts(rows, *matrices, p, group_sizes, self.activation)
+        w1, w3, w2 = matrices
+        return experts(rows, w1, w3, w2, p, group_sizes, self.activation)
 
     def forward(self, rows, p, group_sizes, matrices):
-        return experts_forward(rows, *matrices, p, group_sizes, self.activation)
+        w1, w3, w2 = matrices
+        return experts_forward(rows, w1, w3, w2, p, group_sizes, self.activation)
 
     def backward(self, saved, dy, rows, p, group_sizes, matrices):
-        args = rows, *matrices, p, group_sizes, self.activation
-        dx, dw1, dw3, dw2, dp = experts_backward(saved, dy, *args)
+        w1, w3, w2 = matrices
+        dx, dw1, dw3, dw2, dp = experts_backward(
+            saved, dy, rows, w1, w3, w2, p, group_sizes, self.activation
+        )
         return dx, dp, (dw1, dw3, dw2)
 
 

@@ -146,8 +146,9 @@ def _experts_fwd(x, w1, w3, w2, p, group_sizes, activation, even):
 
 
 def _experts_bwd(activation, even, residuals, dy):
-    saved, *args = residuals
-    return *experts_backward(saved, dy, *args, activation, even), None
+    saved, x, w1, w3, w2, p, group_sizes = residuals
+    gradients = experts_backward(saved, dy, x, w1, w3, w2, p, group_sizes, activation, even)
+    return *gradients, None
 
 
 experts.defvjp(_experts_fwd, _experts_bwd)

@@ -13,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from k3jax.pallas_kernels.grouped_matmul import (
     blocked,
     experts,
+    experts_backward,
+    experts_forward,
     grouped_matmul,
     pallas_tpu,
     tpu_rows,
@@ -200,6 +202,23 @@ def test_experts(case, backend):
     if backend == "reference":  # it multiplies every row by every matrix
         inputs = jax.tree.map(jnp.nan_to_num, inputs)
     got = run_experts(inputs, np.array(sizes, np.int32), backend)
+    assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_by_hand_in_two_steps(case):
+    """The forward pass that returns what the backward pass takes, as `experts` and its gradients."""
+    M, sizes, L, F = EXPERTS[case]
+    inputs, n = expert_inputs(M, sizes, L, F), jnp.array(sizes, jnp.int32)
+    inputs = {name: jnp.nan_to_num(value) for name, value in inputs.items()}
+
+    @jit
+    def run(inputs):
+        args = [inputs[name] for name in FLOATS]
+        y, saved = experts_forward(*args, n, situ)
+        return y, *experts_backward(saved, inputs["dy"], *args, n, situ)
+
+    got = dict(zip(("y", *FLOATS), run(inputs), strict=True))
     assert_close(got, experts_by_hand(inputs, sizes), "float32_grad")
 
 
