@@ -1,4 +1,4 @@
-"""The command `k3jax`: train, sample, eval, configs, check.
+"""The command `k3jax`: train, sample, eval, plan, configs, check.
 
 Exit codes: 0 done; 2 bad input (one line, nothing written); 3 training stopped because loss or
 gradient stayed not finite; 4 nothing left to train; 5 another process of the run is gone; 130
@@ -24,6 +24,7 @@ USAGE = """usage: k3jax COMMAND ...
   k3jax train CONFIG [--FLAG VALUE ...]      train, or continue, a named configuration
   k3jax sample --run-dir DIR --prompt TEXT   text from a trained model
   k3jax eval --run-dir DIR [--data PATH]     its loss and bits per byte
+  k3jax plan CONFIG --topology NAME ...      will it fit a slice of TPUs, and how fast is it
   k3jax configs [NAME]                       what the named configurations are
   k3jax check                                whether the installed versions fit together
 
@@ -74,6 +75,7 @@ def _dispatch(args: list[str]) -> int:
         "train": _train,
         "sample": _sample,
         "eval": _eval,
+        "plan": _plan,
         "configs": _configs,
         "check": _check,
     }
@@ -113,13 +115,36 @@ def _train(args: list[str]) -> int:
         hosts.disconnect()
 
 
-def _preset(name: str) -> "ExperimentConfig":
+def _plan(args: list[str]) -> int:
+    from k3jax.configs import PRESETS
+
+    if not args or args[0] in ("-h", "--help"):
+        out = sys.stdout if args else sys.stderr
+        print(
+            "usage: k3jax plan CONFIG --topology NAME [--batch-tokens N] [--FLAG VALUE ...]",
+            file=out,
+        )
+        print("CONFIG is one of:", *PRESETS, file=out)
+        print("`k3jax plan CONFIG --help` lists the flags of a configuration", file=out)
+        return 0 if args else BAD_INPUT
+    default = _preset(args[0], "plan")
+    from k3jax import devices
+
+    devices.start_backend("cpu")  # an accelerator that may be here is not needed
+    from k3jax import plan
+
+    if _wants_help(args):
+        return show_help(plan.request(default), f"k3jax plan {args[0]}")
+    return plan.plan(overridden(plan.request(default), args[1:], f"k3jax plan {args[0]}"))
+
+
+def _preset(name: str, command: str = "train") -> "ExperimentConfig":
     """The named configuration, once name and versions are known to be good."""
     from k3jax.configs import PRESETS, preset
     from k3jax.devices import check_versions
 
     if name.startswith("-"):
-        raise UserError(f"flag {name} comes before the config: k3jax train CONFIG {name} ...")
+        raise UserError(f"flag {name} comes before the config: k3jax {command} CONFIG {name} ...")
     if name not in PRESETS:
         raise UserError(f"unknown config {name!r}: {nearest(name, PRESETS)}")
     check_versions()
