@@ -175,7 +175,12 @@ class Plan:
             "hbm_bytes": round(self.traffic.hbm),
             "sent_bytes": {k: round(v) for k, v in self.axis_bytes().items()},
             "collectives": [
-                {**c._asdict(), "sent": round(c.sent), "seconds": round(c.seconds, 5)}
+                {
+                    **c._asdict(),
+                    "sent": round(c.sent),
+                    "seconds": round(c.seconds, 5),
+                    "hidden": round(c.hidden, 5),
+                }
                 for c in self.traffic.collectives
             ],
             "seconds": {
@@ -190,6 +195,7 @@ class Plan:
             },
             "compile": {
                 "seconds": self.compiled.seconds,
+                "cpu_seconds": self.compiled.cpu_seconds,
                 "resident_bytes": round(self.compiled.resident),
                 **self.compiled.versions,
             },

@@ -58,6 +58,11 @@ class Chip:
         return found
 
     @property
+    def clock(self) -> float:
+        """Hz."""
+        return CORES[self.kind].clock
+
+    @property
     def hbm_bandwidth(self) -> float:
         """Bytes per second of a device."""
         return CORES[self.kind].hbm
@@ -272,10 +277,10 @@ class Collective(NamedTuple):
 
     kind: str
     axes: tuple[str, ...]
-    hidden: bool  # the schedule lets compute run beside it
     runs: int
     sent: float  # bytes, all runs
     seconds: float  # all runs
+    hidden: float  # of the seconds those beside compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,8 +390,8 @@ def times(
             done.newton_schulz / (chip.peak * MATMUL_SHARE), 5 * parameters / chip.hbm_bandwidth
         ),
         hbm=hbm_bytes / chip.hbm_bandwidth,
-        exposed=sum(c.seconds for c in collectives if not c.hidden),
-        hidden=sum(c.seconds for c in collectives if c.hidden),
+        exposed=sum(c.seconds - c.hidden for c in collectives),
+        hidden=sum(c.hidden for c in collectives),
     )
 
 

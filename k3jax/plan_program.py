@@ -24,12 +24,16 @@ import numpy as np
 
 from k3jax.configs.experiment import ExperimentConfig
 from k3jax.errors import UserError
+from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.tpu_cost import environment
 from k3jax.pallas_kernels.tpu_cost.program import FREE, SIZES, Computation, Instruction, Program
 from k3jax.plan_cost import Collective, Layout, collective_seconds, sent_bytes
 from k3jax.run_dir import from_json, to_json
 from k3jax.sharding.mesh import AXES
 
+CLOCK = (
+    1.75e9  # Hz, of the cycles that fusions are estimated at: within a fifth for every generation
+)
 POLL = 0.5  # seconds between looks at the compiler
 KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all", "all-to-all"),
@@ -46,8 +50,10 @@ class Compiled:
     needed: float  # bytes
     program: str  # path of the HLO text, "" where there is none
     seconds: float  # to trace and compile
+    cpu_seconds: float  # of all cores, for the same
     resident: float  # bytes of the compiling process at its peak
     versions: dict[str, str]
+    backends: dict[str, list[str]]  # of each op
 
 
 def compile_step(
@@ -183,6 +189,7 @@ def main(spec: Mapping[str, Any]) -> None:
         needed = sum(memory.values()) - 2 * memory["alias"]
         program = str(out / "hlo.txt")
         Path(program).write_text(compiled.as_text())
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     finish(
         {
             "arguments": arguments,
@@ -190,7 +197,9 @@ def main(spec: Mapping[str, Any]) -> None:
             "needed": needed,
             "program": program,
             "seconds": round(time.monotonic() - begin, 1),
-            "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+            "resident": usage.ru_maxrss * 1024,
+            "backends": dispatch.all_used(),
             "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
         }
     )
@@ -228,17 +237,19 @@ def read_program(text: str, layout: Layout) -> Traffic:
     Loops count as often as they turn. One whose length is not in the program (further rounds of an
     exchange between unbalanced experts) counts as not entered.
     """
-    program = Program(text)
-    totals: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
+    program, chip = Program(text), layout.topology.chip
+    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     hbm, loops = 0.0, 0
-    for ins, computation, at in _walk(program, program.entry, Visit("main", 1)):
+    for ins, computation, at in _walk(program, program.entry, Visit("main", 1, chip.clock)):
         kind = ins.op.removesuffix("-start")
         if ins.op == "while":
             loops += 1
         elif kind in KINDS:
-            chained = "chain_id=" in ins.attrs  # one of the fusions that share a collective
-            if chained and not any("AsyncCollectiveStart" in i.attrs for i in computation.values()):
-                continue
+            beside = at.beside if at.beside is not None else at.intervals.get(ins.name, 0.0)
+            if "chain_id=" in ins.attrs:  # one of the fusions that share a collective with compute
+                if not any("AsyncCollectiveStart" in i.attrs for i in computation.values()):
+                    continue
+                beside = math.inf
             if kind == "all-reduce" and at.computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             axes = group_axes(ins.attrs, layout.sizes)
@@ -248,14 +259,13 @@ def read_program(text: str, layout: Layout) -> Traffic:
             operands = [_bytes(computation[a].shape) for a in ins.args if a in computation]
             # Ragged: input and output buffer; what is sent is no more than either holds.
             size = min(operands[:2]) if kind == "ragged-all-to-all" else sum(operands)
-            key = (kind, axes, at.aside or chained or ins.op.endswith("-start"))
-            total = totals.setdefault(key, [0, 0.0, 0.0])
-            total[0] += at.times
-            total[1] += at.times * sent_bytes(kind, size, box.size)
-            total[2] += at.times * collective_seconds(kind, size, box, layout.topology.chip)
-        elif not at.fused and not at.aside:
+            taken = collective_seconds(kind, size, box, chip)
+            each = (1, sent_bytes(kind, size, box.size), taken, min(taken, beside))
+            total = totals.setdefault((kind, axes), [0, 0.0, 0.0, 0.0])
+            totals[kind, axes] = [a + at.times * b for a, b in zip(total, each, strict=True)]
+        elif not at.fused and at.beside is None:
             hbm += at.times * program.hbm_bytes(ins, computation)
-    found = [Collective(*key, int(n), sent, s) for key, (n, sent, s) in totals.items()]
+    found = [Collective(*key, int(runs), *rest) for key, (runs, *rest) in totals.items()]
     found.sort(key=lambda c: -c.seconds)
     return Traffic(tuple(found), hbm, loops)
 
@@ -265,14 +275,17 @@ class Visit(NamedTuple):
 
     computation: str
     times: int
-    aside: bool = False  # asynchronously
+    clock: float  # Hz
     fused: bool = False  # inside a fusion
+    beside: float | None = None  # inside something asynchronous: seconds of compute beside it
+    intervals: Mapping[str, float] = {}  # the same by the start of what is asynchronous here
 
 
 def _walk(
     program: Program, computation: Computation, at: Visit
 ) -> Iterator[tuple[Instruction, Computation, Visit]]:
     """The instructions as they run, fusions and what is in them; `while` only where it is not entered."""
+    at = at._replace(intervals=_intervals(computation, at.clock))
     for ins in computation.values():
         attrs = ins.attrs.split("metadata=")[0]
         if ins.op == "while" and (trips := _trips(program, attrs)) is not None:
@@ -284,14 +297,45 @@ def _walk(
         if not calls and ins.op not in FREE and not ins.op.endswith(("-done", "-update")):
             yield ins, computation, at
         if calls or ins.op == "fusion":
-            inner = at._replace(
-                aside=at.aside or ins.op.endswith("-start"), fused=at.fused or ins.op == "fusion"
-            )
+            inner = at._replace(fused=at.fused or ins.op == "fusion")
+            if ins.op.endswith("-start"):
+                inner = inner._replace(beside=at.intervals.get(ins.name, 0.0))
             for name in re.findall(r"%([\w.\-]+)", attrs):
                 if name in program.computations:
                     yield from _walk(
                         program, program.computations[name], inner._replace(computation=name)
                     )
+
+
+def _intervals(computation: Computation, clock: float) -> dict[str, float]:
+    """Seconds of compute between begin and end of what is asynchronous, by its start.
+
+    The program is in the order of its schedule. A start without operands begins where the update
+    gives it some. Fusions say how long they take; a kernel or a loop does not, and hides anything.
+    """
+    found: dict[str, float] = {}
+    begun: dict[str, str] = {}  # start, update -> start
+    running: dict[str, float] = {}  # by start
+    for ins in computation.values():
+        if ins.op.endswith("-start"):
+            begun[ins.name] = ins.name
+            running[ins.name] = 0.0
+        elif ins.op.endswith(("-update", "-done")):
+            start = next((begun[a] for a in ins.args if a in begun), None)
+            if start is None:
+                continue
+            if ins.op.endswith("-update"):
+                begun[ins.name] = start
+                running[start] = 0.0
+            else:
+                found[start] = running.pop(start, 0.0)
+        elif running:
+            took = math.inf if ins.is_kernel or ins.op == "while" else 0.0
+            if cycles := re.search(r'"estimated_cycles":"(\d+)"', ins.attrs):
+                took = int(cycles[1]) / clock
+            for start in running:
+                running[start] += took
+    return found
 
 
 def _trips(program: Program, attrs: str) -> int | None:

@@ -112,8 +112,8 @@ def time_rows(plan: "Plan") -> list[tuple[str, float, str]]:
         ("hbm", t.hbm, f"{plan.traffic.hbm / 1e9:,.0f} GB, {chip.hbm_bandwidth / 1e9:,.0f} GB/s")
         if not plan.by_formula
         else ("hbm", 0.0, "not known without a compiled program"),
-        ("interconnect, exposed", t.exposed, f"synchronous in the {source}"),
-        ("interconnect, hidden", t.hidden, f"asynchronous in the {source}"),
+        ("interconnect, exposed", t.exposed, f"nothing runs beside them in the {source}"),
+        ("interconnect, hidden", t.hidden, f"beside compute in the {source}"),
     ]
 
 
@@ -122,7 +122,7 @@ def estimates(plan: "Plan") -> list[tuple[str, float, float]]:
     t = plan.times
     named = (
         ("nothing overlaps", t.serial),
-        ("as scheduled: asynchronous collectives overlap", t.scheduled),
+        ("as scheduled: the hidden collectives overlap", t.scheduled),
         ("everything overlaps", t.overlapped),
     )
     return [(name, s, plan.mfu(s)) for name, s in named]
@@ -144,8 +144,13 @@ def header(plan: "Plan") -> list[tuple[str, str]]:
     if (made := plan.compiled) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
         facts.append(
-            ("compiled", f"in {made.seconds:.0f} s, {made.resident / 2**30:.1f} GiB; {versions}")
+            (
+                "compiled",
+                f"in {made.seconds:.0f} s ({made.cpu_seconds:.0f} s of CPU), {made.resident / 2**30:.1f} GiB; {versions}",
+            )
         )
+        chosen = (f"{op} {' and '.join(names)}" for op, names in made.backends.items())
+        facts.append(("backends", ", ".join(chosen)))
     return facts
 
 
@@ -190,13 +195,13 @@ def show(console: Console, plan: "Plan", advice: Sequence[str]) -> None:
     color = "green" if plan.memory.fits else "red"
     console.print(f"[bold {color}]{verdict(plan)}[/]")
 
-    sent = Table("collective", "axes", "runs", "GB sent", "time", "")
-    for column in sent.columns[2:5]:
+    sent = Table("collective", "axes", "runs", "GB sent", "time", "hidden")
+    for column in sent.columns[2:]:
         column.justify = "right"
     for c in plan.traffic.collectives:
         sent.add_row(
             c.kind, " + ".join(c.axes), f"{c.runs:,}", f"{c.sent / 1e9:,.2f}",
-            seconds(c.seconds), "hidden" if c.hidden else "",
+            seconds(c.seconds), seconds(c.hidden),
         )  # fmt: skip
     if plan.traffic.collectives:
         console.print(sent)
@@ -307,11 +312,11 @@ def _section(plan: "Plan", advice: Sequence[str]) -> str:
             [name, seconds(s), f"{plan.tokens / s:,.0f}", f"{share:.1%}"]
             for name, s, share in estimates(plan)
         ]),
-        _table(["collective", "axes", "runs", "GB sent", "time", ""], [
+        _table(["collective", "axes", "runs", "GB sent", "time", "hidden"], [
             [c.kind, " + ".join(c.axes), f"{c.runs:,}", f"{c.sent / 1e9:,.2f}", seconds(c.seconds),
-             "hidden" if c.hidden else ""]
+             seconds(c.hidden)]
             for c in plan.traffic.collectives
-        ], numbers=(2, 3, 4)),
+        ], numbers=(2, 3, 4, 5)),
         _table(["axis", "where it lies on the torus"], axis_rows(plan), numbers=()),
     ]  # fmt: skip
     facts = _table(["", ""], header(plan), numbers=())

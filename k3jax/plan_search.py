@@ -133,17 +133,17 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
     itemsize = jax.numpy.dtype(model.dtype).itemsize
     counts, axes = _leaves(_plain(model), cfg.optim)
     passes, again = cfg.accumulation, model.remat != "none"
-    totals: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
+    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
 
     def add(kind: str, over: tuple[str, ...], operand: float, runs: int, hidden: bool = False):
         over = tuple(axis for axis in AXES if axis in over and sizes[axis] > 1)
         if not over or not runs:
             return
         box = layout.box(over)
-        total = totals.setdefault((kind, over, hidden), [0, 0.0, 0.0])
-        total[0] += runs
-        total[1] += runs * sent_bytes(kind, operand, box.size)
-        total[2] += runs * collective_seconds(kind, operand, box, chip)
+        total = totals.setdefault((kind, over), [0, 0.0, 0.0, 0.0])
+        taken = runs * collective_seconds(kind, operand, box, chip)
+        more = (runs, runs * sent_bytes(kind, operand, box.size), taken, taken * hidden)
+        totals[kind, over] = [a + b for a, b in zip(total, more, strict=True)]
 
     for leaf, copies in counts.items():
         if leaf.category != "params":
@@ -180,10 +180,7 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
     add("all-gather", ("context",), memories, kinds.count("kda") * passes * (2 + again))
     sums = model.num_layers * passes * 2 * (2 + again)
     add("all-reduce", ("tensor",), tokens * model.width * itemsize, sums)
-    return tuple(
-        Collective(kind, over, hidden, int(runs), sent, seconds)
-        for (kind, over, hidden), (runs, sent, seconds) in totals.items()
-    )
+    return tuple(Collective(*key, int(runs), *rest) for key, (runs, *rest) in totals.items())
 
 
 @dataclass(frozen=True)

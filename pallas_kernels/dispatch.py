@@ -25,6 +25,11 @@ def used(op: str) -> tuple[str, ...]:
     return tuple(_used.get(op, ()))
 
 
+def all_used() -> dict[str, tuple[str, ...]]:
+    """The backends of every op that ran or was traced in this process."""
+    return {op: tuple(names) for op, names in _used.items()}
+
+
 def platform() -> str:
     """What the program being traced is for: the mesh's devices may be another kind than this
     process runs on, where it is compiled ahead of time."""

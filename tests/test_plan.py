@@ -150,7 +150,10 @@ HloModule step
   %s = (s32[], bf16[16,128]{1,0}) parameter(0)
   %w = bf16[16,128]{1,0} get-tuple-element(%s), index=1
   %start = ((), (), s32[1]{0}) call-start(), to_apply=%aside
-  %full = bf16[64,128]{1,0} call-done(%start)
+  %before = bf16[16,128]{1,0} fusion(%w), kind=kLoop, calls=%nothing, backend_config={"estimated_cycles":"99"}
+  %update = ((bf16[16,128]{1,0}), bf16[64,128]{1,0}) call-update(%start, %w)
+  %beside = bf16[16,128]{1,0} fusion(%w), kind=kLoop, calls=%nothing, backend_config={"estimated_cycles":"17"}
+  %full = bf16[64,128]{1,0} call-done(%update)
   %rows = bf16[512,64]{1,0} custom-call(%w), custom_call_target="rows"
   %room = bf16[640,64]{1,0} custom-call(%w), custom_call_target="room"
   %sent = bf16[640,64]{1,0} ragged-all-to-all(%rows, %room, %i, %i, %i, %i), replica_groups={{0,1},{2,3},{4,5},{6,7}}
@@ -185,15 +188,21 @@ ENTRY %main (x: bf16[16,128], g: f32[64,128]) -> f32[] {
 def test_collectives_of_a_program_by_axis_and_how_often():
     """Loops turn as often as they say, one over data never; a chain of fusions is one collective."""
     traffic = read_program(HLO, layout("v5e:2x4", fsdp=4, expert=2))
-    found = {(c.kind, " ".join(c.axes), c.hidden): (c.runs, c.sent) for c in traffic.collectives}
+    found = {(c.kind, " ".join(c.axes)): (c.runs, c.sent) for c in traffic.collectives}
+    hidden = {c.kind: c.hidden / c.seconds for c in traffic.collectives}
     weights, grads, rows = 16 * 128 * 2, 64 * 128 * 4, 512 * 64 * 2
     assert found == {
-        ("all-gather", "fsdp", True): (24, 24 * 3 * weights),
-        ("ragged-all-to-all", "expert", False): (23, 23 * rows / 2),
-        ("reduce-scatter", "fsdp", False): (1, grads * 3 / 4),
-        ("all-reduce", "fsdp expert", False): (1, 2 * grads * 7 / 8),
+        ("all-gather", "fsdp"): (24, 24 * 3 * weights),
+        ("ragged-all-to-all", "expert"): (23, 23 * rows / 2),
+        ("reduce-scatter", "fsdp"): (1, grads * 3 / 4),
+        ("all-reduce", "fsdp expert"): (1, 2 * grads * 7 / 8),
     }
     assert traffic.data_loops == 1
+    # 17 cycles lie beside the gather in the loop; a chain of fusions is all beside compute.
+    beside = 23 * 17 / 1.5e9
+    gather = next(c for c in traffic.collectives if c.kind == "all-gather")
+    assert gather.hidden == pytest.approx(gather.seconds / 24 + beside)
+    assert hidden["ragged-all-to-all"] == hidden["reduce-scatter"] == 0
     assert all(c.seconds > 0 for c in traffic.collectives)
 
 
