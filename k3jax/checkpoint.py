@@ -365,7 +365,7 @@ def _word_sums(leaves: dict[str, Any]) -> dict[str, int]:
             leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
             parts = [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]
         else:
-            parts = [leaf]
+            parts = [leaf] if hosts.index() == 0 else []  # every process has it
         sums.append(sum(map(total, parts)) % 2**32)
     if jax.process_count() > 1:
         by_process = multihost_utils.process_allgather(np.array(sums, np.uint32))

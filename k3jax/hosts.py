@@ -250,8 +250,7 @@ def _receive(
     port: int, address: str, processes: int, deadline: float, seconds: float
 ) -> dict[int, str]:
     """Process 0's side of `_meet`."""
-    here: dict[int, tuple[str, socket.socket]] = {}
-    twice: set[int] = set()
+    here: list[tuple[int, str, socket.socket]] = []  # number, host and line of those that came
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -263,29 +262,32 @@ def _receive(
         ) from error
     with contextlib.ExitStack() as lines:
         lines.enter_context(server)
-        while len(here) < processes - 1 and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(min(left, 1.0))
+        while len({i for i, _, _ in here}) < processes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, min(1.0, deadline - time.monotonic())))
             with contextlib.suppress(OSError):
                 line = lines.enter_context(server.accept()[0])
                 line.settimeout(5)
                 said = re.fullmatch(r"k3jax (\d+) (\S+)\n", line.makefile().readline(300))
                 if said and 0 < int(said[1]) < processes:
-                    twice |= {int(said[1])} & here.keys()
-                    here[int(said[1])] = said[2], line
-            here = {i: came for i, came in here.items() if _open(came[1])}
-        missing = [i for i in range(1, processes) if i not in here]
-        answer: Any = [socket.gethostname(), *(here[i][0] for i in sorted(here))]
-        if missing:
-            again = f"; {INDEX}={min(twice)} came more than once" if twice else ""
+                    here.append((int(said[1]), said[2], line))
+            here = [came for came in here if _open(came[2])]
+        names = {i: host for i, host, _ in here}
+        missing = [i for i in range(1, processes) if i not in names]
+        answer: Any = [socket.gethostname(), *(names[i] for i in sorted(names))]
+        if len(names) < len(here):
+            counted = [i for i, _, _ in here]
+            twice = next(i for i in counted if counted.count(i) > 1)
+            answer = f"more than one process has {INDEX}={twice}: give each its own, from 0"
+        elif missing:
             answer = (
                 f"process {_some(missing)} of {processes} did not come to coordinator {address} "
-                f"within {seconds:.0f} s{again}: start each with its own {INDEX}, or {COUNT}=1 "
-                "for one alone"
+                f"within {seconds:.0f} s: start each with its own {INDEX}, or {COUNT}=1 for one "
+                "alone"
             )
-        for _, line in here.values():
+        for _, _, line in here:
             with contextlib.suppress(OSError):
                 line.sendall(json.dumps(answer).encode() + b"\n")
-    if missing:
+    if isinstance(answer, str):
         raise UserError(answer)
     return dict(enumerate(answer))
 
