@@ -31,7 +31,13 @@ from k3jax.sharding.context_parallel import gather_tokens, window
 
 Attention = Literal["kda", "mla"]
 Mixer = Literal["dense", "moe"]
-Remat = Literal["none", "dots", "full", "outputs", "offload"]
+Remat = Literal["none", "dots", "full", "routed", "outputs", "offload"]
+KEPT: dict[Remat, tuple[str, ...]] = {  # of units that are recomputed: fields of `Outputs`
+    "full": (),
+    "routed": ("routed",),
+    "outputs": ("routed", "attention"),
+    "offload": ("routed", "attention"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +59,9 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    # What the backward pass recomputes: nothing; all but matmuls; whole units ("full"); units, of
-    # which the outputs of attention and of the routed experts are kept ("outputs"); units, whose
-    # inputs wait in host memory ("offload").
+    # What the backward pass recomputes: nothing; all but matmuls; whole units ("full"); units, but
+    # not the outputs of the routed experts ("routed"), nor those of attention ("outputs"); as
+    # "outputs", with all that is kept waiting in host memory ("offload").
     remat: Remat
 
     def __post_init__(self):
@@ -169,10 +175,10 @@ Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats with a leadi
 
 
 class Outputs(NamedTuple):
-    """What the policy "outputs" keeps of a layer: the most work to recompute per byte."""
+    """What recomputation may know of a layer already: the most work per byte."""
 
-    attention: Float[Array, "B T D"]
-    routed: Float[Array, "tokens L"] | None  # of the routed experts, in the latent
+    routed: Float[Array, "tokens L"] | None = None  # of the routed experts, in the latent
+    attention: Float[Array, "B T D"] | None = None
 
 
 class Layer(nnx.Module):
@@ -223,6 +229,7 @@ class Layer(nnx.Module):
         `kept`: outputs of an earlier pass, which are not computed again (see `recalled`).
         """
         read, max_logit = self.attn_res.kind != "none", None
+        kept = kept or Outputs()
         if read:
             count, pushed = self.attn_res.before_attention(index)
             x, bank = self.self_attention_res.normed(bank, count, prefix, self.input_layernorm)
@@ -230,7 +237,7 @@ class Layer(nnx.Module):
         else:
             x = self.input_layernorm(prefix)
         attention: Any = self.self_attn
-        if kept is not None:
+        if kept.attention is not None:
             y = _recalled(attention, lambda m, *args: m(*args)[0], kept.attention, x, segment_ids)
         elif self.attention == "kda":
             y, cache = attention(x, segment_ids, cache)
@@ -246,7 +253,7 @@ class Layer(nnx.Module):
             x = self.post_attention_layernorm(prefix)
         mixed, u, router = self._mix_channels(x, segment_ids, collect, kept)
         stats = LayerStats(router, max_logit if collect else None)
-        return bank, prefix + mixed, cache, stats, Outputs(y, u)
+        return bank, prefix + mixed, cache, stats, Outputs(u, y)
 
     def _mix_channels(self, x, segment_ids, collect, kept):
         """The output, that of the routed experts in the latent, and the router's statistics."""
@@ -254,10 +261,12 @@ class Layer(nnx.Module):
             return self.mlp(x), None, None
         mask = None if segment_ids is None else window(segment_ids, x.shape[1]) > 0
         moe, router = self.block_sparse_moe, None
-        if kept is None:
+        if kept.routed is None:
             u, router = moe.routed(x, mask, collect)
         else:
-            u = _recalled(moe, lambda m, *args: m.routed(*args)[0], kept.routed, x, mask)
+            # Forward and backward follow each other here: what has travelled may stay (`keep_rows`).
+            again = lambda m, *args: m.routed(*args, keep_rows=True)[0]  # noqa: E731
+            u = _recalled(moe, again, kept.routed, x, mask)
         return moe.finish(x, u), u, router
 
 
@@ -334,7 +343,7 @@ def scan_units(
     Args:
         apply: one unit.
         first: absolute index of each unit's first layer.
-        remat: "full"; "outputs": the outputs are saved too; "offload": the prefixes are saved in host memory.
+        remat: "full", or one that saves outputs of layers too, on the device or in host memory.
         stacked: parameters and buffers, a leading axis over units.
         bank, prefix: what flows through depth.
         segment_ids: documents of the tokens.
@@ -366,23 +375,28 @@ def _scan_units_fwd(apply, first, remat, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
         stacked, first = xs
         bank, prefix, stats, outputs = apply(stacked, first, *carry, segment_ids)
-        entered = carry[1]
+        outputs = {
+            name: Outputs(**{field: getattr(layer, field) for field in KEPT[remat]})
+            for name, layer in outputs.items()
+        }
+        saved = carry[1], outputs
         if remat == "offload":
-            entered = jax.device_put(entered, jax.memory.Space.Host)
-        return (bank, prefix), (entered, outputs if remat == "outputs" else None, stats)
+            saved = jax.device_put(saved, jax.memory.Space.Host)
+        return (bank, prefix), (saved, stats)
 
-    (bank, prefix), (*saved, stats) = _scan(step, (bank, prefix), stacked, first)
-    return (bank, prefix, stats), (stacked, bank, *saved, segment_ids)
+    (bank, prefix), (saved, stats) = _scan(step, (bank, prefix), stacked, first)
+    return (bank, prefix, stats), (stacked, bank, saved, segment_ids)
 
 
 def _scan_units_bwd(apply, first, remat, saved, cotangents):
-    stacked, bank, prefixes, outputs, segment_ids = saved
+    stacked, bank, saved, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
     def step(carry, xs):
-        (params, prefix, kept), index = xs
+        (params, saved), index = xs
         if remat == "offload":
-            prefix = jax.device_put(prefix, jax.memory.Space.Device)
+            saved = jax.device_put(saved, jax.memory.Space.Device)
+        prefix, kept = saved
         _, pull = jax.vjp(
             lambda p, b, x: apply(p, index, b, x, segment_ids, written=True, kept=kept)[:2],
             params,
@@ -393,7 +407,7 @@ def _scan_units_bwd(apply, first, remat, saved, cotangents):
         return tuple(carry), d_params
 
     (d_bank, d_prefix), d_stacked = _scan(
-        step, (d_bank, d_prefix), (stacked, prefixes, outputs), first, reverse=True
+        step, (d_bank, d_prefix), (stacked, saved), first, reverse=True
     )
     return d_stacked, d_bank, d_prefix, None
 
@@ -511,7 +525,7 @@ class K3(nnx.Module):
             return bank, prefix, stats, outputs
 
         remat = self.cfg.remat
-        if remat in ("full", "outputs", "offload"):
+        if remat in KEPT:
             bank, prefix, stats = scan_units(
                 apply, first, remat, stacked, bank, prefix, segment_ids
             )
