@@ -196,7 +196,7 @@ def memory_estimate(
     tokens = cfg.batch_size // cfg.accumulation * cfg.seq_len / num_devices
     width = max(model.width, model.kda.num_heads * model.kda.head_dim)
     # values of this width, per layer
-    kept = {"none": 30, "dots": 14, "full": 2, "outputs": 4, "offload": 1}[model.remat]
+    kept = {"none": 30, "dots": 14, "routed": 3, "outputs": 4, "offload": 1}.get(model.remat, 2)
     values = tokens * width * (kept * model.num_layers + 40)
     itemsize = 2 if model.dtype in ("bfloat16", "float16") else 4
     return sure, sure + values * itemsize
