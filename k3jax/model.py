@@ -6,7 +6,7 @@ lies where; nothing else knows.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,19 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from k3jax.decode_state import Cache, DecodeState
 from k3jax.layers.attention_residuals import AttnResConfig, AttnResSite, push
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
-from k3jax.layers.kda import KDAConfig
+from k3jax.layers.kda import KDACache, KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, RouterStats
-from k3jax.layers.mla import MLAConfig
+from k3jax.layers.mla import MLACache, MLAConfig
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import update_bias
 from k3jax.layers.recompute import recalled
 from k3jax.sharding.annotate import gathered, lookup, param
 from k3jax.sharding.context_parallel import gather_tokens, window
+from k3jax.sharding.mesh import ROWS
 
 Attention = Literal["kda", "mla"]
 Mixer = Literal["dense", "moe"]
@@ -573,6 +575,29 @@ def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:
                 lambda x, n=plan.repeats: jnp.zeros((n, *x.shape), x.dtype), one
             )
     return DecodeState(jnp.zeros((batch,), jnp.int32), caches)
+
+
+def decode_state_specs(cfg: K3Config, sizes: Mapping[str, int]) -> DecodeState:
+    """Placement of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
+
+    An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
+    split: decoding knows no `context`.
+    """
+    heads = "tensor" if sizes["tensor"] > 1 else None
+
+    def of(attention: Attention) -> Cache:
+        if attention == "mla":
+            return MLACache(PartitionSpec(None, ROWS))
+        return KDACache(
+            conv=PartitionSpec(None, ROWS, None, None, heads),
+            state=PartitionSpec(None, ROWS, heads),
+        )
+
+    caches = {
+        plan.name: {f"layer_{j}": of(cfg.layers[plan.first + j][0]) for j in range(plan.size)}
+        for plan in plan_stacks(cfg)
+    }
+    return DecodeState(PartitionSpec(ROWS), caches)
 
 
 def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:

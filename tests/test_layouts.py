@@ -9,12 +9,16 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from k3jax.model import decode_state_specs, init_decode_state
 from k3jax.optim.build import OptimConfig
-from k3jax.sharding.mesh import AXES, MeshConfig, batch_sharding, make_mesh, rows_sharding
-from k3jax.train_state import abstract_state, init_state
+from k3jax.sharding.annotate import region
+from k3jax.sharding.mesh import AXES, ROWS, MeshConfig, batch_sharding, make_mesh, rows_sharding
+from k3jax.sharding.rules import logical_axes, state_specs
+from k3jax.train_state import abstract_state, init_state, merge, split
 from k3jax.train_step import make_eval_step, make_train_step
-from tests.model_helpers import random_tokens, tiny_config
+from tests.model_helpers import build, random_tokens, tiny_config
 
 pytestmark = pytest.mark.devices
 
@@ -138,3 +142,47 @@ def test_a_step_does_not_depend_on_the_mesh(shape):
 def test_meshes_are_many():
     assert len(SHAPES) == 41
     assert set(QUICK) <= set(SHAPES)
+
+
+def test_kf_050_decode_caches_are_split_over_heads_and_not_over_tokens():
+    """Prefill and one token on rows 2 x tensor 2: the caches by shape, the outputs of one device."""
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    graphdef, params, buffers = split(build(MODEL))
+    specs = state_specs(params, logical_axes(merge(graphdef, params, buffers)), mesh.shape)
+    cached = decode_state_specs(MODEL, mesh.shape)
+    tokens = np.asarray(random_tokens(MODEL, (4, 9)))
+
+    def run(params, buffers, state, tokens):
+        h, _, state = merge(graphdef, params, buffers).hidden(tokens, state=state)
+        return h, state
+
+    def decode(run, params, state, place=lambda tokens: tokens):
+        first, state = run(params, buffers, state, place(tokens[:, :8]))
+        last, state = run(params, buffers, state, place(tokens[:, 8:]))
+        return np.concatenate([first, last], axis=1), state
+
+    def placed(tree, specs):
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.device_put(tree, where)
+
+    state = init_decode_state(MODEL, 4, 16)
+    wanted, wanted_state = decode(jax.jit(run), params, state)
+    rows, everywhere = PartitionSpec(ROWS), jax.tree.map(lambda _: PartitionSpec(), buffers)
+    divided = jax.jit(region(run, mesh, (specs, everywhere, cached, rows), (rows, cached)))
+    with jax.set_mesh(mesh):
+        found, state = decode(
+            divided, placed(params, specs), placed(state, cached), lambda x: placed(x, rows)
+        )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, wanted_state
+    )
+    shapes = {}
+    for stack in state.caches.values():
+        for layer in stack.values():
+            shapes |= {f: x.addressable_shards[0].data.shape for f, x in layer._asdict().items()}
+    assert shapes == {
+        "conv": (1, 2, 3, 3, 4, 16),  # layers, rows, taps, streams, heads, channels
+        "state": (1, 2, 4, 16, 16),
+        "latent": (1, 2, 16, 24),  # every token, whole
+    }
