@@ -577,27 +577,24 @@ def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:
     return DecodeState(jnp.zeros((batch,), jnp.int32), caches)
 
 
-def decode_state_specs(cfg: K3Config, sizes: Mapping[str, int]) -> DecodeState:
-    """Placement of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
+def decode_state_specs(cfg: K3Config, sizes: Mapping[str, int]) -> Any:
+    """PartitionSpecs of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
 
     An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
     split: decoding knows no `context`.
     """
     heads = "tensor" if sizes["tensor"] > 1 else None
 
-    def of(attention: Attention) -> Cache:
-        if attention == "mla":
-            return MLACache(PartitionSpec(None, ROWS))
-        return KDACache(
-            conv=PartitionSpec(None, ROWS, None, None, heads),
-            state=PartitionSpec(None, ROWS, heads),
-        )
-
+    spec: Any = PartitionSpec  # in the place of arrays
+    of: dict[str, Any] = {
+        "mla": MLACache(spec(None, ROWS)),
+        "kda": KDACache(spec(None, ROWS, None, None, heads), spec(None, ROWS, heads)),
+    }
     caches = {
-        plan.name: {f"layer_{j}": of(cfg.layers[plan.first + j][0]) for j in range(plan.size)}
+        plan.name: {f"layer_{j}": of[cfg.layers[plan.first + j][0]] for j in range(plan.size)}
         for plan in plan_stacks(cfg)
     }
-    return DecodeState(PartitionSpec(ROWS), caches)
+    return DecodeState(spec(ROWS), caches)
 
 
 def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:

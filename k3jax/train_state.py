@@ -99,8 +99,10 @@ def init_params(model: ModelConfig, key: Array, mesh: Mesh | None = None) -> tup
     axes = logical_axes(abstract)
     params, pools = {}, {}
 
+    sizes = {} if mesh is None else dict(mesh.shape)
+
     def place(path, shape):
-        return partition_spec(axes["/".join(path)], shape, mesh.shape)
+        return partition_spec(axes["/".join(path)], shape, sizes)
 
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(abstract, nnx.Param))):
         init, shape, dtype = variable.get_metadata("init"), variable.shape, variable.dtype

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -208,13 +208,15 @@ def _parameter_specs(model: K3Config, mesh: Mesh) -> dict:
     return state_specs(params, logical_axes(merge(graphdef, params, buffers)), mesh.shape)
 
 
-def _stats_specs(model: K3Config, mesh: Mesh) -> Stats:
+def _stats_specs(model: K3Config, mesh: Mesh) -> Any:
     """Placement of the pooled statistics: everywhere, but for the heads of attention logits."""
-    heads = PartitionSpec(None, "tensor" if mesh.shape["tensor"] > 1 else None)
+    heads: Any = PartitionSpec(None, "tensor" if mesh.shape["tensor"] > 1 else None)
+    everywhere: Any = PartitionSpec()
 
     def of(attention, mixer):
-        router = PartitionSpec() if mixer == "moe" else None
-        return LayerStats(router, heads if attention == "mla" else None)
+        return LayerStats(
+            everywhere if mixer == "moe" else None, heads if attention == "mla" else None
+        )
 
     return {
         plan.name: {f"layer_{j}": of(*model.layers[plan.first + j]) for j in range(plan.size)}
@@ -225,8 +227,9 @@ def _stats_specs(model: K3Config, mesh: Mesh) -> Stats:
 def _with_targets(batch: Batch) -> Batch:
     """The batch [A, B, T] with "targets" and "weights"; a window's last target is the next one's first token."""
     rows = (x.reshape(-1, x.shape[-1]) for x in (batch["tokens"], batch["segment_ids"]))
-    joined = (jnp.concatenate([x, from_next(x)], axis=1) for x in rows)
-    found = (x[:, :-1].reshape(batch["tokens"].shape) for x in next_token_targets(*joined))
+    tokens, segment_ids = (jnp.concatenate([x, from_next(x)], axis=1) for x in rows)
+    found = next_token_targets(tokens, segment_ids)
+    found = (x[:, :-1].reshape(batch["tokens"].shape) for x in found)
     return {**batch, **dict(zip(("targets", "weights"), found, strict=True))}
 
 
