@@ -99,7 +99,7 @@ def init_params(model: ModelConfig, key: Array, mesh: Mesh | None = None) -> tup
     axes = logical_axes(abstract)
     params, pools = {}, {}
 
-    sizes = {} if mesh is None else dict(mesh.shape)
+    sizes: Any = {} if mesh is None else mesh.shape
 
     def place(path, shape):
         return partition_spec(axes["/".join(path)], shape, sizes)
