@@ -20,7 +20,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from k3jax.errors import UserError
 
@@ -184,7 +184,7 @@ def disconnect() -> None:
     jax.distributed.shutdown()
 
 
-def end_alone(code: int) -> None:
+def end_alone(code: int) -> NoReturn:
     """Ends this process at once: an orderly end would wait for the one that is lost."""
     if index() == 0:  # with it goes the service that tells the others
         time.sleep(min(2.0, timeout() * FAILED))

@@ -255,11 +255,11 @@ def _place(setup: Setup, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     place = place.reshape(shape[:2])
 
     def placed(values: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(
-            shape,
-            batch_sharding(setup.mesh),
-            lambda index: values[place[index[:2]]][..., index[2]],
-        )
+        def part(index: Any) -> np.ndarray:
+            passes, rows, tokens = index
+            return values[place[passes, rows], tokens]
+
+        return jax.make_array_from_callback(shape, batch_sharding(setup.mesh), part)
 
     return {name: placed(values) for name, values in batch.items()}
 

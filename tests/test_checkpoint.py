@@ -2,9 +2,9 @@
 
 import json
 import logging
+import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,6 +20,10 @@ import pytest
 from k3jax import checkpoint
 from k3jax.checkpoint import CheckpointWriter, restore
 from k3jax.errors import UserError
+from k3jax.optim.build import OptimConfig
+from k3jax.sharding.mesh import MeshConfig, make_mesh
+from k3jax.train_state import abstract_state, init_state
+from tests.model_helpers import tiny_config
 
 
 class Momentum(NamedTuple):
@@ -367,62 +371,6 @@ def test_kf_111_single_process_without_preemption_service(tmp_path):
     assert checkpoint.steps(tmp_path)[0] == [2]
 
 
-TWO_PROCESSES = """
-    import os, signal, sys
-    from pathlib import Path
-    import grain
-    import jax
-    import numpy as np
-
-    directory, port, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    from k3jax.checkpoint import CheckpointWriter, restore
-    from k3jax.stop_signal import StopSignal
-
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    x = jax.make_array_from_process_local_data(rows, np.full((1, 4), rank + 1.0, np.float32))
-    data = iter(grain.MapDataset.range(9).to_iter_dataset())
-    for _ in range(rank + 1):
-        next(data)
-    with CheckpointWriter(directory, keep_last=1) as writer:
-        writer.save(1, {"x": x}, data, {})
-    found = restore(directory, {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)})
-    (shard,) = found.state["x"].addressable_shards
-    assert np.all(np.asarray(shard.data) == rank + 1), shard.data
-    data.set_state(found.data)
-    assert next(data) == rank + 1
-    with StopSignal() as stop:
-        assert not stop
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop, "a signal to one process stops both"
-    print("passed", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_kf_111_two_processes_without_preemption_service(tmp_path):
-    """Save, restore and agree on a stop; each process keeps its own position in the data."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    program = [sys.executable, "-c", textwrap.dedent(TWO_PROCESSES), str(tmp_path / "c"), str(port)]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*program, r], env=environment, **pipes) for r in ("0", "1")]
-    try:
-        results = [process.communicate(timeout=600) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for (out, err), process in zip(results, started, strict=True):
-        assert process.returncode == 0, err[-2000:]
-        assert "passed" in out
-
-
 # ---- another mesh
 
 
@@ -444,3 +392,37 @@ def test_kf_109_restore_on_another_mesh(tmp_path, shape):
     assert found.sharding == placed(shape)
     np.testing.assert_array_equal(found, x)
     np.testing.assert_array_equal(checkpoint.restore_numpy(tmp_path)["x"], x)
+
+
+@pytest.mark.devices
+def test_kf_109_a_training_state_goes_from_mesh_to_mesh(tmp_path):
+    """All five axes, from eight devices to four, one and eight again; nothing is compiled."""
+    model = tiny_config(num_layers=3, pattern=("kda",), closing=("mla",))
+    optim = OptimConfig(peak_lr=1e-3, final_lr=1e-4)
+    state = jax.tree.map(np.asarray, init_state(model, optim, jax.random.key(0)))
+    split = set()
+    sizes = [
+        {"data": 2, "fsdp": 2, "expert": 2},
+        {"data": 1, "context": 2, "tensor": 2},
+        {"data": 1},
+        {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
+    ]
+    before = None
+    for step, axes in enumerate(sizes):
+        mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
+        target = abstract_state(model, optim, mesh)
+        if before is None:
+            placed = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), state, target)
+        else:
+            placed = restore(tmp_path, target).state
+        for x, t, value in zip(*map(jax.tree.leaves, (placed, target, state)), strict=True):
+            assert x.sharding == t.sharding
+            np.testing.assert_array_equal(x, value)
+            for dim in x.sharding.spec:
+                split |= {dim} if isinstance(dim, str) else set(dim or ())
+        with CheckpointWriter(tmp_path, keep_last=1) as writer:
+            writer.save(step, placed, position(), {})
+        before = placed
+    assert split >= {"fsdp", "expert", "context", "tensor"}, "all kinds of placement were met"
+    saved = checkpoint.restore_numpy(tmp_path)["params"]
+    jax.tree.map(np.testing.assert_array_equal, saved, state.params)

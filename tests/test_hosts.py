@@ -337,7 +337,7 @@ TWO = """
 """
 
 
-def test_kf_115_two_processes_agree_and_save(tmp_path):
+def test_kf_111_kf_115_two_processes_agree_and_save(tmp_path):
     program = script(TWO, tmp_path / "checkpoints")
     outputs = succeeded(Group([program] * 2, devices=2, K3JAX_HOST_TIMEOUT="60").wait())
     assert all("passed" in output for output in outputs)
