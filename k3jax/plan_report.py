@@ -237,7 +237,7 @@ def show_search(
 ) -> None:
     """Prints what a search chose by formula."""
     console.print(
-        f"{tried:,} combinations of mesh and remat, {fitting:,} should fit; by formula the best are:",
+        f"{tried:,} combinations of mesh and remat, {fitting:,} meshes should fit; the best by formula:",
         highlight=False,
     )
     table = Table("mesh", "remat", "GiB", "step", "MFU")

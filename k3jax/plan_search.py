@@ -29,7 +29,7 @@ from k3jax.sharding.mesh import AXES, ROWS, MeshConfig
 from k3jax.sharding.rules import logical_axes, split_axes, state_specs
 from k3jax.train_state import abstract_model, init_state, merge
 
-REMAT = ("none", "dots", "full", "offload")  # policies of `K3Config.remat`
+REMAT = ("none", "dots", "full", "offload")  # policies of `K3Config.remat`, fastest first
 MOST_TENSOR = 16  # ways: beyond, the pieces of a head's work are too small
 
 
@@ -97,7 +97,8 @@ def _ways(spec: Any, sizes: Mapping[str, int]) -> int:
 def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     """Bytes of one pass on one device: what depth keeps, and the working set of one unit of layers.
 
-    Kept are the bank with its cotangent and the prefix that enters each unit. The working set are the
+    Of one layer the parameters are gathered, for it and ahead for the next, and its gradients in
+    float32. Kept are the bank with its cotangent and the prefix that enters each unit. The working set are the
     intermediates that a layer's backward pass reads, from the shapes of the layers: 30 bytes per
     channel of KDA's heads, inputs, outputs and hidden values of the routed rows and shared experts.
     """
@@ -118,7 +119,20 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     on_host = model.remat == "offload"
     kept = (2 * rows + (0 if on_host else units)) * model.width * itemsize
     alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, largest)
-    return tokens * (kept + alive * layer)
+    gathered = _layer_entries(cfg, sizes) * (2 * itemsize + 4)
+    return tokens * (kept + alive * layer) + gathered
+
+
+def _layer_entries(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
+    """Entries of the parameters of a layer, the mean, that a device computes with."""
+    counts, axes = _leaves(_plain(cfg.model), cfg.optim)
+    total = 0.0
+    for leaf, count in counts.items():
+        if leaf.category == "params" and axes[leaf.name][0] == "layers":
+            splits = split_axes(axes[leaf.name], leaf.shape, sizes)
+            ways = math.prod(sizes[axis] for compute, _ in splits for axis in compute)
+            total += count * math.prod(leaf.shape) / ways
+    return total / cfg.model.num_layers
 
 
 def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collective, ...]:
@@ -220,20 +234,24 @@ def search(
         topology: the devices.
         best: how many.
 
-    Returns: those candidates, fastest first; how many fit; how many there were. If none fits, the
-        smallest ones.
+    Returns: those candidates, fastest first; how many meshes fit; how many combinations there were.
+        If none fits, the smallest ones.
     """
-    sized = []
+    sized, within = [], []
     for sizes in _meshes(cfg, topology.num_devices):
         try:
             held = sum(state_bytes(cfg, sizes).values())
         except ValueError:  # a dimension that does not divide
             continue
+        fits = False
         for remat in REMAT:
             model = replace(cfg.model, remat=remat)
             tried = replace(cfg, mesh=MeshConfig(**sizes), model=model)
-            sized.append((held + activation_bytes(tried, sizes), tried, sizes))
-    within = [item for item in sized if item[0] <= topology.chip.hbm]
+            item = (held + activation_bytes(tried, sizes), tried, sizes)
+            sized.append(item)
+            if not fits and item[0] <= topology.chip.hbm:  # policies that repeat more are no faster
+                fits = True
+                within.append(item)
     nearest = heapq.nsmallest(best, sized, key=lambda item: item[0])
     found = [expected(tried, topology, sizes) for _, tried, sizes in within or nearest]
     if within:
