@@ -134,7 +134,11 @@ def prepare(
     try:
         mesh = make_mesh(cfg.mesh, on)
         passes, rows = cfg.accumulation, cfg.batch_size // cfg.accumulation
-        check_batch(mesh, rows=rows, tokens=cfg.seq_len)
+        try:
+            check_batch(mesh, rows=rows, tokens=cfg.seq_len)
+        except ValueError as error:
+            given = f"batch_size={cfg.batch_size}, accumulation={passes}, seq_len={cfg.seq_len}"
+            raise UserError(f"{given} on {mesh.size} devices: {error}") from error
         abstract = abstract_state(cfg.model, cfg.optim, mesh)
         counts = parameter_counts(cfg.model)
     except UserError:
