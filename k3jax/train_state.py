@@ -99,10 +99,10 @@ def init_params(model: ModelConfig, key: Array, mesh: Mesh | None = None) -> tup
     axes = logical_axes(abstract)
     params, pools = {}, {}
 
-    sizes: Any = {} if mesh is None else mesh.shape
+    ways: Any = {} if mesh is None else mesh.shape
 
     def place(path, shape):
-        return partition_spec(axes["/".join(path)], shape, sizes)
+        return partition_spec(axes["/".join(path)], shape, ways)
 
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(abstract, nnx.Param))):
         init, shape, dtype = variable.get_metadata("init"), variable.shape, variable.dtype
