@@ -165,7 +165,8 @@ def notes(plan: "Plan") -> list[str]:
     found = list(ASSUMPTIONS)
     if plan.by_formula:
         found.insert(
-            0, "nothing compiled that fits: collectives, activations and workspace are formulas"
+            0,
+            "nothing compiled that fits: collectives are formulas, and the parts of the temporaries",
         )
     if loops := plan.traffic.data_loops:
         found.append(
