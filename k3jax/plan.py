@@ -6,7 +6,6 @@ program says is priced (`plan_cost`). A search ranks meshes by formulas first (`
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -288,7 +287,7 @@ def make_plan(
             found = compile_step(cfg, topology.name, Path(folder), progress)
             if found.memory is not None:
                 if hlo is not None:
-                    shutil.copy(found.program, hlo)
+                    _write(hlo, Path(found.program).read_text())
                 traffic = read_program(Path(found.program).read_text(), layout)
         held, code = dict(found.arguments), (found.memory or {}).get("code", 0.0)
         temporaries = found.needed - sum(held.values()) - code

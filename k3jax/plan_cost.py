@@ -210,13 +210,13 @@ class Layout:
         return Box(spans=tuple(spans), cores=here, sharers=self.topology.chip.devices // here)
 
     def describe(self, axis: str) -> str:
-        """For example "x8 (ring) y4 of 16 cores 2"."""
+        """For example "x 8 (ring), y 4 of 16, 2 devices of a chip"."""
         box = self.box((axis,))
         parts = []
         for name, span, full in zip("xyz", box.spans, self.topology.shape, strict=False):
             if span.extent > 1:
                 part = "" if span.extent == full else f" of {full}"
-                stride = f", every {span.stride}th" if span.stride > 1 else ""
+                stride = f", {span.stride} apart" if span.stride > 1 else ""
                 parts.append(f"{name} {span.extent}{part}{stride}{' (ring)' if span.ring else ''}")
         if box.cores > 1:
             parts.append(f"{box.cores} devices of a chip")

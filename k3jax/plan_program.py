@@ -180,7 +180,9 @@ def main(spec: Mapping[str, Any]) -> None:
             needed = 0.0
     memory, program = None, ""
     if compiled is not None:
-        found = compiled.memory_analysis()
+        found, text = compiled.memory_analysis(), compiled.as_text()
+        assert found is not None
+        assert text is not None
         memory = {
             kind: getattr(found, f"{kind}_size_in_bytes")
             for kind in ("argument", "output", "temp", "alias")
@@ -188,7 +190,7 @@ def main(spec: Mapping[str, Any]) -> None:
         memory["code"] = found.generated_code_size_in_bytes
         needed = sum(memory.values()) - 2 * memory["alias"]
         program = str(out / "hlo.txt")
-        Path(program).write_text(compiled.as_text())
+        Path(program).write_text(text)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     finish(
         {
