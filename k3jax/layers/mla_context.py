@@ -3,7 +3,7 @@
 What moves is the latent row [c | k_r], which all heads share: 576 values per token in K3. A row of
 1,048,576 tokens is 1.21 GB of them in bfloat16, gathered once per layer and pass, against 15.0 GB of
 activations 7168 wide and 51.5 GB of keys and values of 96 heads (128 + 128 channels each). Those are made
-from the latent a block at a time and never exist for a row.
+from the latent a chunk at a time at most, half a window, and never exist for a row.
 
 So that ranks do equal work they first exchange half of their window (`sharding.context_balance`). The
 layer exchanges its input x and exchanges its output back, all else in it being token-local: 7168 wide
@@ -11,7 +11,8 @@ each, against 18432 for the queries of all heads and 12288 in float32 for their 
 split over more than 3 devices the latter two would be the fewer bytes; all are small beside the latent: at
 64 ranks x is 0.12 GB, half a window of 16,384 tokens.)
 
-Plain JAX on every platform: the TPU kernels of `pallas_kernels.mla_attention` know whole rows only.
+What queries make of their keys is `pallas_kernels.mla_attention.pairs`: by the TPU kernels, a chunk at a
+time, or in plain JAX by blocks.
 """
 
 import functools
@@ -20,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from k3jax.pallas_kernels.mla_attention import pairs
 from k3jax.sharding import context_balance
 from k3jax.sharding.annotate import axis_index, axis_size, pmax
 
-BLOCK = 512  # queries, and keys, whose logits exist at once
+BLOCK = 512  # queries, and keys, whose logits exist at once where there is no kernel
 F32 = jnp.float32
 
 
@@ -34,6 +36,7 @@ def context_attention(
     segments: Int[Array, "B N T_half"],
     *,
     scale: float,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, " H"]]:
     """Causal softmax attention inside documents, over the row that all ranks of `context` hold.
 
@@ -47,6 +50,7 @@ def context_attention(
         segments: document of each token of the whole row, by chunks in their order; equal ids are
             one run, 0 is padding, whose q and latent must be finite.
         scale: factor on q . k.
+        backend: of `pairs`, what computes pairs of blocks; None takes the first that fits.
 
     Returns: outputs in float32, exactly 0 at padding; and the largest scaled logit of each head over
     all pairs of all ranks that may attend, without gradient, 0 if there is none.
@@ -56,56 +60,34 @@ def context_attention(
     float32; 2 N_ranks + 1 pairs of chunks on each rank. Blocks without a common document are not
     visited. Keeps q, latent, o and two numbers per query and head for the backward pass.
     """
-    return _attend(scale, BLOCK, q, latent, kernel, segments)
+    N = q.shape[-1] - (latent.shape[-1] - kernel.shape[0])
+    keys = jax.eval_shape(
+        lambda c_kr, w: _expand(c_kr, *jnp.split(w, [N], axis=-1)), latent, kernel
+    )
+    way = pairs.choose(q, *keys, backend=backend)
+    return _attend(way, scale, q.shape[1] // 2 if way.whole else BLOCK, q, latent, kernel, segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(scale, block, q, latent, kernel, segments):
-    return _forward(scale, block, q, latent, kernel, segments)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(way, scale, block, q, latent, kernel, segments):
+    return _forward(way, scale, block, q, latent, kernel, segments)[0]
 
 
-def _forward(scale, block, q, latent, kernel, segments):
+def _forward(way, scale, block, q, latent, kernel, segments):
     at = _Blocks(scale, block, q, latent, kernel, segments)
-    B, T, H, _ = q.shape
     row = context_balance.gather(at.split(latent, 2))
 
     def half(_, xs):
         q, chunk = xs
-        stats = (at.n, B, H, at.size)
-        state = (
-            jnp.full(stats, -jnp.inf, F32),
-            jnp.zeros(stats, F32),
-            jnp.zeros((*stats, at.V), F32),
-        )
-        first, end, first_query, end_query = at.visits(chunk)
+        return None, way.forward(q, at.row(row, chunk))
 
-        def keys(j, state):
-            k, v = at.expand(row[at.place(j)])
-
-            def queries(i, state):
-                m, total, o = (x[i] for x in state)
-                s = at.logits(q[i], k, chunk * at.n + i, j)
-                m_new = jnp.maximum(m, s.max(-1))
-                reference = jnp.where(jnp.isfinite(m_new), m_new, 0)
-                p, decay = jnp.exp(s - reference[..., None]), jnp.exp(m - reference)
-                o = o * decay[..., None] + _einsum("bhts,bhsv->bhtv", p.astype(v.dtype), v)
-                update = (m_new, total * decay + p.sum(-1), o)
-                return tuple(_replace(x, i, new) for x, new in zip(state, update, strict=True))
-
-            return jax.lax.fori_loop(first_query[j], end_query[j], queries, state)
-
-        m, total, o = jax.lax.fori_loop(first, end, keys, state)
-        total = jnp.where(total == 0, 1, total)
-        return None, (m, total, jnp.moveaxis(o / total[..., None], 2, 3))
-
-    _, (m, total, o) = jax.lax.scan(half, None, (at.halves(q), at.held))
-    top = pmax(m.max((0, 1, 2, 4)), "context")
-    m, top = (jnp.where(jnp.isfinite(x), x, 0) for x in (m, top))
+    _, (o, m, total, top) = jax.lax.scan(half, None, (at.halves(q), at.held))
+    top = pmax(top.max(0), "context")
     o = at.join(o.reshape(-1, *o.shape[2:]))
-    return (o, top), (q, latent, kernel, segments, o, m, total)
+    return (o, jnp.where(jnp.isfinite(top), top, 0)), (q, latent, kernel, segments, o, m, total)
 
 
-def _backward(scale, block, residuals, cotangents):
+def _backward(way, scale, block, residuals, cotangents):
     # Behind the barrier, or the compiler keeps the forward pass's gathered row for this one.
     (q, latent, kernel, segments, o, m, total), d_o = jax.lax.optimization_barrier(
         (residuals, cotangents[0])
@@ -118,43 +100,33 @@ def _backward(scale, block, residuals, cotangents):
     d_o = (at.halves(d_o) / jnp.moveaxis(total, 3, 4)[..., None]).astype(dtype)
     delta = jnp.moveaxis((at.halves(o) * d_o.astype(F32)).sum(-1), 3, 4)  # 2 n B H t
 
+    w_k, w_v = (w.reshape(at.rank, -1) for w in (at.w_k, at.w_v))
+
+    def add(carry, j, dk_n, dk_shared, dv):
+        """Gradients of the latent and of both parts of the kernel, with those of block j of keys."""
+        d_row, d_k, d_v = carry
+        place = at.place(j)
+        c = row[place][..., : at.rank]
+        # Heads and their channels as one dimension, as kernels write them: TPUs copy for two.
+        dk_n, dv = (x.reshape(*x.shape[:2], -1) for x in (dk_n, dv))
+        d_c = _einsum("bse,ce->bsc", dk_n, w_k) + _einsum("bse,ce->bsc", dv, w_v)
+        d_latent = jnp.concatenate([d_c, dk_shared], axis=-1)
+        d_row = jax.lax.dynamic_update_index_in_dim(d_row, d_row[place] + d_latent, place, 0)
+        d_k += _einsum("bsc,bse->ce", c, dk_n)
+        return d_row, d_k, d_v + _einsum("bsc,bse->ce", c, dv)
+
     def half(carry, xs):
-        q, d_o, m, delta, chunk = xs
-        first, end, first_query, end_query = at.visits(chunk)
+        *queries, chunk = xs
+        dq, carry = way.backward(*queries, at.row(row, chunk), add, carry)
+        return carry, dq
 
-        def keys(j, carry):
-            dq, d_row, d_kernel = carry
-            c_kr = row[at.place(j)]
-            k, v = at.expand(c_kr)
-
-            def queries(i, carry):
-                dq, dk, dv = carry
-                s = at.logits(q[i], k, chunk * at.n + i, j)
-                p = jnp.exp(s - m[i][..., None])
-                dp = _einsum("bthv,bhsv->bhts", d_o[i], v)
-                ds = (scale * p * (dp - delta[i][..., None])).astype(dtype)
-                dv += _einsum("bhts,bthv->bhsv", p.astype(dtype), d_o[i])
-                dk += _einsum("bhts,bthq->bhsq", ds, q[i])
-                return _replace(dq, i, dq[i] + _einsum("bhts,bhsq->bthq", ds, k)), dk, dv
-
-            zeros = (jnp.zeros(k.shape, F32), jnp.zeros(v.shape, F32))
-            dq, dk, dv = jax.lax.fori_loop(first_query[j], end_query[j], queries, (dq, *zeros))
-            d_kv = jnp.concatenate([dk[..., : at.N], dv], axis=-1).astype(dtype)
-            d_c = _einsum("bhse,che->bsc", d_kv, kernel)
-            d_kernel += _einsum("bsc,bhse->che", c_kr[..., : at.rank], d_kv)
-            d_latent = jnp.concatenate([d_c, dk[..., at.N :].sum(1)], axis=-1)
-            place = at.place(j)
-            return dq, _replace(d_row, place, d_row[place] + d_latent), d_kernel
-
-        carry = (jnp.zeros(q.shape, F32), *carry)
-        dq, *carry = jax.lax.fori_loop(first, end, keys, carry)
-        return tuple(carry), dq
-
-    carry = (jnp.zeros(row.shape, F32), jnp.zeros(kernel.shape, F32))
+    carry = tuple(jnp.zeros(x.shape, F32) for x in (row, w_k, w_v))
     halves = (at.halves(q), d_o, m, delta, at.held)
-    (d_row, d_kernel), dq = jax.lax.scan(half, carry, halves)
+    (d_row, *d_kernel), dq = jax.lax.scan(half, carry, halves)
     dq = at.join(dq.reshape(-1, *dq.shape[2:]))
     d_latent = at.join(context_balance.scatter_sum(d_row))
+    d_kernel = [d.reshape(at.rank, kernel.shape[1], -1) for d in d_kernel]
+    d_kernel = jnp.concatenate(d_kernel, axis=-1)
     return dq.astype(q.dtype), d_latent.astype(dtype), d_kernel.astype(kernel.dtype), None
 
 
@@ -165,13 +137,12 @@ class _Blocks:
     """The row as blocks of equal size: which there are, where they lie, and which pairs count."""
 
     def __init__(self, scale, block, q, latent, kernel, segments):
-        self.scale, self.kernel = scale, kernel
         self.chunk = q.shape[1] // 2  # tokens
         self.n = -(-self.chunk // block)  # blocks of a chunk
         self.size = -(-self.chunk // self.n)  # tokens of a block, the last ones padded
-        self.rank = kernel.shape[0]
-        self.N = q.shape[-1] - (latent.shape[-1] - self.rank)
-        self.V = kernel.shape[-1] - self.N
+        self.scale, self.rank = scale, kernel.shape[0]
+        N = q.shape[-1] - (latent.shape[-1] - self.rank)
+        self.w_k, self.w_v = jnp.split(kernel, [N], axis=-1)
         self.ranks = axis_size("context")
         self.held = jnp.stack(context_balance.held_chunks(axis_index("context"), self.ranks))
         self.segments = self.split(segments.reshape(len(segments), -1), 2 * self.ranks)
@@ -197,22 +168,13 @@ class _Blocks:
         """Index of block j of the row among the gathered ones."""
         return context_balance.place_of(j // self.n, self.ranks) * self.n + j % self.n
 
-    def expand(self, c_kr):
-        """Keys and values of each head, [B H S ...], of one block of the latent."""
-        c, k_r = jnp.split(c_kr, [self.rank], axis=-1)
-        k_n, v = jnp.split(jnp.einsum("bsc,che->bhse", c, self.kernel), [self.N], axis=-1)
-        k_r = jnp.broadcast_to(k_r[:, None], (*k_n.shape[:3], k_r.shape[-1]))
-        return jnp.concatenate([k_n, k_r], axis=-1), v
+    def row(self, gathered, chunk):
+        """What the queries of a chunk meet, of the gathered latents."""
 
-    def logits(self, q, k, i, j):
-        """Logits [B H T S] of block i of queries and block j of keys, -inf where masked."""
-        s = _einsum("bthq,bhsq->bhts", q, k) * self.scale
-        token = jnp.arange(self.size)
-        mine, other = self.segments[i][:, :, None], self.segments[j][:, None]
-        mask = (
-            (mine == other) & (mine > 0) & (j * self.size + token <= i * self.size + token[:, None])
-        )
-        return jnp.where(mask[:, None], s, -jnp.inf)
+        def keys(j):
+            return _expand(gathered[self.place(j)], self.w_k, self.w_v)
+
+        return pairs.Row(keys, self.scale, self.segments, chunk * self.n, self.visits(chunk))
 
     def visits(self, chunk):
         """Which pairs of blocks the queries of a chunk need: the keys' first block and the end of
@@ -229,9 +191,11 @@ class _Blocks:
         return used.argmax(), jnp.where(used, index + 1, 0).max(), meet.argmax(0), ends
 
 
+def _expand(c_kr, w_k, w_v):
+    """Of latents [B S L]: keys of each head [B S H N], the channels that heads share, and values."""
+    c, k_shared = jnp.split(c_kr, [w_k.shape[0]], axis=-1)
+    return jnp.einsum("bsc,che->bshe", c, w_k), k_shared, jnp.einsum("bsc,che->bshe", c, w_v)
+
+
 def _einsum(equation: str, *arrays):
     return jnp.einsum(equation, *arrays, preferred_element_type=F32)
-
-
-def _replace(x, i, value):
-    return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)

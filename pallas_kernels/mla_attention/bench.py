@@ -31,14 +31,16 @@ from jax.experimental.pallas import tpu as pltpu
 from k3jax.pallas_kernels.mla_attention import (
     mla_attention,
     mla_decode,
+    pairs,
     pallas_tpu,
     tpu_backward,
     tpu_decode,
     tpu_forward,
+    tpu_pairs,
 )
 from k3jax.pallas_kernels.mla_attention.tpu_grid import block_size
 from k3jax.pallas_kernels.tpu_cost import CHIPS, TOPOLOGIES, estimate
-from k3jax.pallas_kernels.tpu_cost.compare import Case, floors, show, summary
+from k3jax.pallas_kernels.tpu_cost.compare import Case, compare, floors, show, summary
 
 MODULE = "k3jax.pallas_kernels.mla_attention.bench"
 N, R, V, RANK = 128, 64, 128, 512  # K3's widths
@@ -132,6 +134,83 @@ def decoding(B: int, H: int, tokens: int, page: int, q_dtype: str) -> Program:
         return mla_decode(*args, scale=SCALE, kv_rank=RANK, backend="pallas_tpu")
 
     return step, (q, pages, table, lengths)
+
+
+def pair_of_chunks(T: int, H: int, backward: bool, dtype: str = "bfloat16") -> Program:
+    """What a chunk of `T` keys adds for queries of a later one, all of one document."""
+    tpu_pairs._visit = lambda step, active, several: step(masked=False)
+    block = block_size(T, jnp.dtype(dtype))
+    sizes = tpu_forward.Sizes(n=T // block, block=block, N=N, R=R, V=V, scale=SCALE, segmented=True)
+    like = jax.ShapeDtypeStruct
+    queries = like((1, H, N + R, T), dtype)
+    keys = tuple(like((1, T, *x), dtype) for x in ((H, N), (R,), (H, V)))
+    o, ids = like((1, T, H * V), jnp.float32), like((1, T), jnp.int32)
+    numbers = like((1, H, tpu_forward.STATS, T), jnp.float32)
+
+    def forward(qT, keys, ids, before):
+        k, k_shared, v = keys
+        return tpu_pairs.forward(sizes, qT, k, k_shared, v, ids, ids, before, exact=False)
+
+    def gradients(qT, doT, keys, numbers, ids, dq):
+        k, k_shared, v = keys
+        more, *of_keys = tpu_pairs.gradients(sizes, qT, doT, k, k_shared, v, numbers, ids, ids)
+        return dq + more, of_keys
+
+    if not backward:
+        return forward, (queries, keys, ids, (o, numbers))
+    size = min(block, tpu_backward.LARGEST_BLOCK)
+    dq = like((1, H, T // size, N + R, size), jnp.float32)
+    return gradients, (queries, like((1, H, V, T), dtype), keys, numbers, ids, dq)
+
+
+def pair_of_blocks(T: int, H: int, backward: bool, dtype: str = "bfloat16") -> Program:
+    """The same in plain JAX for one of its blocks of `T` queries and as many keys."""
+    like = jax.ShapeDtypeStruct
+    queries = like((1, 1, T, H, N + R), dtype)
+    d_o, numbers = like((1, 1, T, H, V), dtype), like((1, 1, H, T), jnp.float32)
+    keys = tuple(like((1, T, *x), dtype) for x in ((H, N), (R,), (H, V)))
+
+    def row(keys, ids):
+        none, once = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
+        return pairs.Row(lambda j: keys, SCALE, ids, 1, (none[0], once[0], none, once))
+
+    def forward(q, keys, ids):
+        return pairs.Blocks.forward(q, row(keys, ids))
+
+    def gradients(q, d_o, m, delta, keys, ids):
+        add = lambda carry, j, *grads: grads  # noqa: E731
+        zeros = tuple(
+            jnp.zeros(x.shape, t) for x, t in zip(keys, (dtype, "float32", dtype), strict=True)
+        )
+        return pairs.Blocks.backward(q, d_o, m, delta, row(keys, ids), add, zeros)
+
+    ids = like((2, 1, T), jnp.int32)
+    if not backward:
+        return forward, (queries, keys, ids)
+    return gradients, (queries, d_o, numbers, numbers, keys, ids)
+
+
+def pair_cases(T: int, H: int, measured: int, backward: bool) -> list[Case]:
+    """A chunk of keys for a later chunk of queries: by the kernels, and by blocks in plain JAX."""
+    of_queries = T * H * ((N + R) * 2 + V * (6 if backward else 8) + (N + R) * 8 * backward)
+    of_keys = T * (H * (N + V) + R) * 2 * (1 + backward)
+    common = {
+        "op": "mla_pairs",
+        "problem": {"B": 1, "T": T, "H": H, "dtype": "bfloat16", "pass": "bwd" if backward else "fwd"},
+        "flops": H * T * T * 2 * ((3 * (N + R) + 2 * V) if backward else (N + R + V)),
+        "moved": of_queries + of_keys,
+    }  # fmt: skip
+    block = 512
+    return [
+        Case(
+            **common, impl="k3jax pallas_tpu", target=f"{MODULE}:pair_of_chunks",
+            kwargs={"T": T, "H": measured, "backward": backward}, repeats=H / measured,
+        ),
+        Case(
+            **common, impl="k3jax blocks", target=f"{MODULE}:pair_of_blocks",
+            kwargs={"T": block, "H": H, "backward": backward}, repeats=(T / block) ** 2,
+        ),
+    ]  # fmt: skip
 
 
 def check() -> None:
@@ -281,7 +360,8 @@ def main(
     tokens: tuple[int, ...] = (8192,),
     heads: int = 8,
     measured_heads: int = 1,
-    passes: tuple[str, ...] = ("fwd", "fwd+bwd", "decode"),
+    passes: tuple[str, ...] = ("fwd", "fwd+bwd", "decode", "pairs"),
+    chunks: tuple[int, ...] = (8192,),
     peer_widths: tuple[int, ...] = (N + R, N),
     simulate: bool = True,
 ) -> None:
@@ -292,7 +372,8 @@ def main(
         tokens: lengths of the row.
         heads: of the problem.
         measured_heads: of the programs that are compiled; the rest is multiplied.
-        passes: fwd, fwd+bwd, decode.
+        passes: fwd, fwd+bwd, decode; pairs of chunks, as rows split over devices have them.
+        chunks: tokens of those, of which there are 96 heads.
         peer_widths: channels of q and k that splash attention is estimated for; none: not at all.
         simulate: False counts instructions without latencies, all branches taken.
     """
@@ -308,7 +389,11 @@ def main(
             decoding_case(8, 8192, 64, "float32"),
             decoding_case(8, 8192, 256, "bfloat16"),
         ]
-    measure(measurements, chips, simulate)
+    if measurements:
+        measure(measurements, chips, simulate)
+    if "pairs" in passes:
+        cases = [c for T in chunks for b in (False, True) for c in pair_cases(T, 96, 1, b)]
+        compare(cases, chips, simulate=simulate)
 
 
 if __name__ == "__main__":

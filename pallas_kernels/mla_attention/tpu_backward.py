@@ -39,35 +39,32 @@ M, DELTA, STATS = 0, 1, 8  # rows of the numbers per query
 
 def backward(sizes: Sizes, qT, k, k_shared, v, d_o, m, delta, segment_ids):
     """(dqT [B H Q T], dk [B T H N], dk_shared [B T R], dv [B T H V]) in the inputs' dtype."""
-    sizes = sizes.within(LARGEST_BLOCK)
-    B, H, Q, T = qT.shape
-    doT = jnp.transpose(d_o, (0, 2, 3, 1))
+    doT, numbers = per_query(d_o, m, delta)
+    dqT, dk, dk_shared, dv = gradients(sizes, qT, doT, k, k_shared, v, numbers, segment_ids)
+    return whole_dq(sizes, dqT).astype(qT.dtype), dk, dk_shared.astype(k.dtype), dv
+
+
+def per_query(d_o, m, delta):
+    """What the kernels take of the queries: d_o transposed, and their numbers [B H STATS T]."""
     numbers = jnp.stack([m, delta], axis=2)
     numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, STATS - 2), (0, 0)))
+    return jnp.transpose(d_o, (0, 2, 3, 1)), numbers
+
+
+def whole_dq(sizes: Sizes, dqT):
+    """dqT [B H Q T] from what the kernels make of it."""
+    B, H, _, Q, _ = dqT.shape
+    return dqT.swapaxes(2, 3).reshape(B, H, Q, -1) * sizes.scale
+
+
+def gradients(sizes: Sizes, qT, doT, k, k_shared, v, numbers, segment_ids):
+    """(dqT by blocks [B H n Q block], dk, dk_shared, dv): the first, by blocks and without the scale,
+    and the third in float32, the others in the inputs' dtype."""
+    sizes = sizes.within(LARGEST_BLOCK)
+    n = sizes.n
     tables = [] if segment_ids is None else document_tables(segment_ids, sizes.block)
-    run = functools.partial(_run, sizes, qT, doT, k, k_shared, v, numbers, segment_ids, tables)
-    # Of the accumulator of dq there are two, as it is written back while the next head begins.
-    if 2 * 4 * Q * T <= VMEM_BYTES * 2 // 3:
-        out = run("mla_attention_backward", dq=True, dkv=True)
-    else:
-        out = run("mla_attention_backward_kv", dq=False, dkv=True)
-        out |= run("mla_attention_backward_q", dq=True, dkv=False)
-    dqT = out["dqT"].swapaxes(2, 3).reshape(B, H, Q, T) * sizes.scale
-    dk_shared = (out["dk_sharedT"].sum(1) * sizes.scale).swapaxes(1, 2)
-    return (
-        dqT.astype(qT.dtype),
-        out["dk"].reshape(k.shape),
-        dk_shared.astype(k.dtype),
-        out["dv"].reshape(v.shape),
-    )
 
-
-def _run(sizes, qT, doT, k, k_shared, v, numbers, segment_ids, tables, name, *, dq, dkv):
-    B, H, Q, T = qT.shape
-    n, block, N, R, V = sizes.n, sizes.block, sizes.N, sizes.R, sizes.V
-    rows, width = folded(n)
-
-    def pair(b, r, c, *tables):
+    def pair(dkv, b, r, c, *tables):
         """Blocks (i of queries, j of keys) that a step needs; a skipped one repeats the last."""
         row, at, _ = unfold(n, r, c)
         if dkv:
@@ -77,9 +74,32 @@ def _run(sizes, qT, doT, k, k_shared, v, numbers, segment_ids, tables, name, *, 
         j = jnp.where(at == 0, row, at - 1)
         return row, (jnp.maximum(j, tables[2][b, row]) if tables else j)
 
+    arrays = (qT, doT, k, k_shared, v, numbers, (segment_ids, segment_ids), tables)
+    return run(sizes, _kernel, "mla_attention_backward", folded(n), pair, *arrays)
+
+
+def run(sizes, body, name, pairs, pair, qT, doT, k, k_shared, v, numbers, ids, tables):
+    """`gradients` by one kernel or two over the grid `pairs`, whose blocks `pair(dkv, b, r, c)` gives."""
+    call = functools.partial(
+        _run, sizes, body, pairs, pair, qT, doT, k, k_shared, v, numbers, ids, tables
+    )
+    # Of the accumulator of dq there are two, as it is written back while the next head begins.
+    if 2 * 4 * qT.shape[2] * qT.shape[3] <= VMEM_BYTES * 2 // 3:
+        out = call(name, dq=True, dkv=True)
+    else:
+        out = call(name + "_kv", dq=False, dkv=True)
+        out |= call(name + "_q", dq=True, dkv=False)
+    dk_shared = (out["dk_sharedT"].sum(1) * sizes.scale).swapaxes(1, 2)
+    return out["dqT"], out["dk"].reshape(k.shape), dk_shared, out["dv"].reshape(v.shape)
+
+
+def _run(sizes, body, pairs, pair, qT, doT, k, k_shared, v, numbers, ids, tables, name, *, dq, dkv):
+    B, H, Q, T = qT.shape
+    n, block, N, R, V = sizes.n, sizes.block, sizes.N, sizes.R, sizes.V
+
     def spec(shape, index):
         def blocks(b, h, r, c, *tables):
-            return index(b, h, *pair(b, r, c, *tables))
+            return index(b, h, *pair(dkv, b, r, c, *tables))
 
         return pl.BlockSpec((pl.squeezed, *shape), blocks)
 
@@ -97,9 +117,9 @@ def _run(sizes, qT, doT, k, k_shared, v, numbers, segment_ids, tables, name, *, 
     }
     scalars = {}
     if sizes.segmented:
-        ids = segment_ids[:, None]
-        inputs["q_segment"] = (ids, spec((1, block), lambda b, h, i, j: (b, 0, i)))
-        inputs["k_segment"] = (ids, spec((1, block), lambda b, h, i, j: (b, 0, j)))
+        q_ids, k_ids = (x[:, None] for x in ids)
+        inputs["q_segment"] = (q_ids, spec((1, block), lambda b, h, i, j: (b, 0, i)))
+        inputs["k_segment"] = (k_ids, spec((1, block), lambda b, h, i, j: (b, 0, j)))
         scalars = dict(zip(("lowest", "largest", "first", "last"), tables, strict=True))
     outputs, scratch = {}, {"kT": ((Q, block), k.dtype)}
     if dkv:
@@ -126,8 +146,8 @@ def _run(sizes, qT, doT, k, k_shared, v, numbers, segment_ids, tables, name, *, 
                 shape,
                 spec((pl.squeezed, 1, Q, block), lambda b, h, i, j: (b, h, i, 0, 0)),
             )
-    body = functools.partial(_kernel, sizes, dq, dkv)
-    return kernel_call(body, name, (B, H, rows, width), scalars, inputs, outputs, scratch)
+    body = functools.partial(body, sizes, dq, dkv)
+    return kernel_call(body, name, (B, H, *pairs), scalars, inputs, outputs, scratch)
 
 
 def _kernel(sizes: Sizes, dq: bool, dkv: bool, ref):
@@ -138,7 +158,7 @@ def _kernel(sizes: Sizes, dq: bool, dkv: bool, ref):
         i = j + at
     else:
         i, j = row, jnp.where(at == 0, row, at - 1)
-    step = functools.partial(_step, sizes, dq, dkv, ref, i if dkv else 0)
+    step = functools.partial(add_pair, sizes, dq, dkv, ref, i if dkv else 0)
 
     if dq:
 
@@ -149,9 +169,7 @@ def _kernel(sizes: Sizes, dq: bool, dkv: bool, ref):
     @pl.when(at == 0)
     def _():
         if dkv:
-            _transpose_keys(ref)
-            for name in ("dkT", "dvT"):
-                ref[name][...] = jnp.zeros(ref[name].shape, F32)
+            begin_keys(ref)
         step(diagonal=True, masked=sizes.segmented)
 
     if sizes.segmented:
@@ -163,25 +181,33 @@ def _kernel(sizes: Sizes, dq: bool, dkv: bool, ref):
         pl.when(at > 0)(lambda: step(diagonal=False, masked=False))
 
     if dkv:
-
-        @pl.when(last)
-        def _():
-            N, dtype = sizes.N, ref["dk"].dtype
-            ref["dk"][...] = jnp.transpose(ref["dkT"][:N] * sizes.scale).astype(dtype)
-            ref["dk_sharedT"][...] = ref["dkT"][N:]
-            ref["dv"][...] = jnp.transpose(ref["dvT"][...]).astype(dtype)
+        pl.when(last)(lambda: finish_keys(sizes, ref))
 
 
-def _transpose_keys(ref):
+def begin_keys(ref):
+    transpose_keys(ref)
+    for name in ("dkT", "dvT"):
+        ref[name][...] = jnp.zeros(ref[name].shape, F32)
+
+
+def finish_keys(sizes: Sizes, ref):
+    """Writes the gradients of a block of keys."""
+    N, dtype = sizes.N, ref["dk"].dtype
+    ref["dk"][...] = jnp.transpose(ref["dkT"][:N] * sizes.scale).astype(dtype)
+    ref["dk_sharedT"][...] = ref["dkT"][N:]
+    ref["dv"][...] = jnp.transpose(ref["dvT"][...]).astype(dtype)
+
+
+def transpose_keys(ref):
     N = ref["k"].shape[1]
     ref["kT"][:N] = jnp.transpose(ref["k"][...])
     ref["kT"][N:] = jnp.transpose(ref["k_shared"][...])
 
 
-def _step(sizes: Sizes, dq: bool, dkv: bool, ref, i, *, diagonal: bool, masked: bool):
+def add_pair(sizes: Sizes, dq: bool, dkv: bool, ref, i, *, diagonal: bool, masked: bool):
     """What one pair of blocks adds to the gradients."""
     if not dkv:
-        _transpose_keys(ref)
+        transpose_keys(ref)
     q_segment = ref["q_segment"][...] if masked else None
     k_segment = column(ref["k_segment"][...]) if masked else None
     dtype = ref["k"].dtype

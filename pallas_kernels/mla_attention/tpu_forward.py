@@ -62,12 +62,10 @@ class Sizes:
 
 def forward(sizes: Sizes, qT, k, k_shared, v, segment_ids, *, exact: bool):
     """(o [B T H V], statistics [B H STATS T]) of qT [B H Q T], k [B T H N], k_shared [B T R], v."""
-    B, H, Q, T = qT.shape
     if exact:  # rarely run: shorter code
         sizes = sizes.within(1024)
     tables = [] if segment_ids is None else document_tables(segment_ids, sizes.block)
-    n, block = sizes.n, sizes.block
-    rows, width = folded(n)
+    n = sizes.n
 
     def query(b, h, r, c, *_):
         return unfold(n, r, c)[0]
@@ -77,6 +75,24 @@ def forward(sizes: Sizes, qT, k, k_shared, v, segment_ids, *, exact: bool):
         j = jnp.where(at == 0, row, at - 1)
         # A skipped block is not fetched: its index is that of the next one used, or of the last.
         return jnp.maximum(j, tables[2][b, row]) if tables else j
+
+    body = functools.partial(_kernel, sizes, exact)
+    name = "mla_attention_forward" + ("_exact" if exact else "")
+    ids = (segment_ids, segment_ids)
+    o, stats = run(sizes, body, name, folded(n), query, key, qT, k, k_shared, v, ids, tables)
+    return o.reshape(*v.shape[:3], sizes.V), stats
+
+
+def run(sizes, body, name, pairs, query, key, qT, k, k_shared, v, ids, tables, before=None):
+    """`forward`, but o [B T H*V], by a kernel over the grid `pairs`, of which `query` and `key` give the blocks.
+
+    Args:
+        ids: documents of the queries and of the keys.
+        tables: `document_tables`, as far as there are documents.
+        before: the results for other keys, which the kernel adds to in place.
+    """
+    B, H, Q, T = qT.shape
+    block = sizes.block
 
     def spec(shape, index):
         return pl.BlockSpec((pl.squeezed, *shape), index)
@@ -89,9 +105,9 @@ def forward(sizes: Sizes, qT, k, k_shared, v, segment_ids, *, exact: bool):
     }
     scalars = {}
     if sizes.segmented:
-        ids = segment_ids[:, None]
-        inputs["q_segment"] = (ids, spec((1, block), lambda *g: (g[0], 0, query(*g))))
-        inputs["k_segment"] = (ids, spec((1, block), lambda *g: (g[0], 0, key(*g))))
+        q_ids, k_ids = (x[:, None] for x in ids)
+        inputs["q_segment"] = (q_ids, spec((1, block), lambda *g: (g[0], 0, query(*g))))
+        inputs["k_segment"] = (k_ids, spec((1, block), lambda *g: (g[0], 0, key(*g))))
         scalars = dict(zip(("lowest", "largest", "first", "last"), tables, strict=True))
     outputs = {
         "o": (
@@ -103,6 +119,12 @@ def forward(sizes: Sizes, qT, k, k_shared, v, segment_ids, *, exact: bool):
             spec((pl.squeezed, STATS, block), lambda *g: (g[0], g[1], 0, query(*g))),
         ),
     }
+    updates = {}
+    if before is not None:
+        o, stats = before
+        inputs["o_before"] = (o, outputs["o"][1])
+        inputs["stats_before"] = (stats, outputs["stats"][1])
+        updates = {"o_before": "o", "stats_before": "stats"}
     scratch = {
         "m": ((1, block), F32),
         "sums": ((8, block), F32),
@@ -110,10 +132,8 @@ def forward(sizes: Sizes, qT, k, k_shared, v, segment_ids, *, exact: bool):
         "acc": ((sizes.V, block), F32),
         "vT": ((sizes.V, block), v.dtype),
     }
-    body = functools.partial(_kernel, sizes, exact)
-    name = "mla_attention_forward" + ("_exact" if exact else "")
-    out = kernel_call(body, name, (B, H, rows, width), scalars, inputs, outputs, scratch)
-    return out["o"].reshape(B, T, H, sizes.V), out["stats"]
+    out = kernel_call(body, name, (B, H, *pairs), scalars, inputs, outputs, scratch, updates)
+    return out["o"], out["stats"]
 
 
 def _flat(x):
@@ -127,9 +147,9 @@ def _kernel(sizes: Sizes, exact: bool, ref):
 
     @pl.when(at == 0)
     def _():
-        _following(sizes, ref, diagonal=True, masked=sizes.segmented)
+        following(sizes, ref, diagonal=True, masked=sizes.segmented)
 
-    block = functools.partial(_following, diagonal=False) if exact else _anchored
+    block = functools.partial(following, diagonal=False) if exact else anchored
     if sizes.segmented:
         active = (at > 0) & (j >= ref["first"][b, row])
         several = mixed(ref["lowest"], ref["largest"], b, row, j)
@@ -138,15 +158,18 @@ def _kernel(sizes: Sizes, exact: bool, ref):
     else:
         pl.when(at > 0)(lambda: block(sizes, ref, masked=False))
 
-    @pl.when(last)
-    def _():
-        total = ref["sums"][...].sum(0, keepdims=True)
-        total = jnp.where(total > 0, total, 1.0)  # 0 at padding
-        ref["o"][...] = jnp.transpose(ref["acc"][...] / total)
-        ref["stats"][M : M + 1] = ref["m"][...]
-        ref["stats"][TOP : TOP + 1] = ref["top"][...].max(0, keepdims=True)
-        ref["stats"][TOTAL : TOTAL + 1] = total
-        ref["stats"][TOTAL + 1 :] = jnp.zeros((STATS - TOTAL - 1, sizes.block), F32)
+    pl.when(last)(lambda: finish(sizes, ref))
+
+
+def finish(sizes: Sizes, ref):
+    """Writes the results of a block of queries."""
+    total = ref["sums"][...].sum(0, keepdims=True)
+    total = jnp.where(total > 0, total, 1.0)  # 0 at padding
+    ref["o"][...] = jnp.transpose(ref["acc"][...] / total)
+    ref["stats"][M : M + 1] = ref["m"][...]
+    ref["stats"][TOP : TOP + 1] = ref["top"][...].max(0, keepdims=True)
+    ref["stats"][TOTAL : TOTAL + 1] = total
+    ref["stats"][TOTAL + 1 :] = jnp.zeros((STATS - TOTAL - 1, sizes.block), F32)
 
 
 class _Logits:
@@ -176,7 +199,7 @@ def _sums(p):
     return p.reshape(-1, 8, p.shape[1]).sum(0)
 
 
-def _anchored(sizes: Sizes, ref, *, masked: bool):
+def anchored(sizes: Sizes, ref, *, masked: bool):
     """A block below the diagonal, with the reference point that the diagonal block has set."""
     logits = _Logits(sizes, ref, causal=False, masked=masked)
     waiting = []
@@ -202,7 +225,7 @@ def _anchored(sizes: Sizes, ref, *, masked: bool):
         read()
 
 
-def _following(sizes: Sizes, ref, *, diagonal: bool, masked: bool):
+def following(sizes: Sizes, ref, *, diagonal: bool, masked: bool):
     """A block whose reference point is the largest logit so far; the diagonal one begins a row."""
     logits = _Logits(sizes, ref, causal=diagonal, masked=masked)
     size = 256 if diagonal else 512

@@ -97,9 +97,14 @@ def allowed(shape, keys: slice, queries: slice, causal: bool, k_segment, q_segme
     return mask
 
 
-def kernel_call(kernel, name, grid, scalars, inputs, outputs, scratch):
-    """One kernel over (rows, heads, folded triangle); everything by name, as the kernel sees it."""
+def kernel_call(kernel, name, grid, scalars, inputs, outputs, scratch, updates=None):
+    """One kernel over (rows, heads, pairs of blocks); everything by name, as the kernel sees it.
+
+    `updates`: inputs whose memory an output of the same shape takes over.
+    """
     names = (*scalars, *inputs, *outputs, *scratch)
+    operands, results = [*scalars, *inputs], [*outputs]
+    updates = {operands.index(a): results.index(b) for a, b in (updates or {}).items()}
 
     def run(*refs):
         kernel(dict(zip(names, refs, strict=True)))
@@ -119,6 +124,7 @@ def kernel_call(kernel, name, grid, scalars, inputs, outputs, scratch):
             dimension_semantics=order,
             vmem_limit_bytes=VMEM_BYTES,
         ),
+        input_output_aliases=updates,
         name=name,
     )(*scalars.values(), *(x for x, _ in inputs.values()))
     return dict(zip(outputs, out, strict=True))
