@@ -14,7 +14,7 @@ import numpy as np
 
 from k3jax.errors import UserError
 from k3jax.flops import forward_flops_per_token, parameter_counts, peak_flops
-from k3jax.model import K3Config
+from k3jax.model import KEPT, K3Config
 from k3jax.optim.build import OptimConfig, optimizer_table
 from k3jax.pallas_kernels.tpu_cost import CHIPS as CORES
 from k3jax.sharding.mesh import AXES, place
@@ -293,8 +293,26 @@ class Work:
     newton_schulz: float
 
 
-# Share of a forward pass that the backward pass repeats, by remat policy.
-REPEATED = {"none": 0.0, "full": 1.0, "offload": 1.0}
+def repeated_flops(cfg: K3Config, forward: float, matmul: float) -> float:
+    """FLOPs per token of the forward pass that the backward pass repeats, by remat policy.
+
+    What is kept of a layer spares the last product that makes it: w2 of the experts, o_proj.
+    """
+    if cfg.remat == "none":
+        return 0.0
+    if cfg.remat == "dots":  # products with weights are kept
+        return forward - 2 * matmul
+    spared = 0.0
+    for attention, mixer in cfg.layers:
+        if "routed" in KEPT[cfg.remat] and mixer == "moe" and (moe := cfg.moe) is not None:
+            spared += 2 * moe.num_active * moe.ffn_dim * (moe.latent_dim or cfg.width)
+        if "attention" in KEPT[cfg.remat]:
+            kda, mla = cfg.kda, cfg.mla
+            width = (
+                kda.num_heads * kda.head_dim if attention == "kda" else mla.num_heads * mla.v_dim
+            )
+            spared += 2 * width * cfg.width
+    return forward - spared
 
 
 @functools.cache
@@ -309,9 +327,6 @@ def work(cfg: K3Config, optim: OptimConfig, *, tokens: int, seq_len: int, device
     m = cfg.mla
     width = m.num_heads * (m.qk_nope_dim + m.qk_shared_dim + m.v_dim)
     attention = kinds.count("mla") * width * seq_len
-    repeated = REPEATED.get(cfg.remat)
-    if repeated is None:  # matmuls with weights are kept
-        repeated = (forward - 2 * matmul) / forward
     newton = 0.0
     _, params, _ = abstract_model(cfg)
     for row in optimizer_table(params, optim, qk_nope_dim=m.qk_nope_dim):
@@ -322,7 +337,7 @@ def work(cfg: K3Config, optim: OptimConfig, *, tokens: int, seq_len: int, device
     return Work(
         useful=3 * forward * each,
         attention=3 * attention * each,
-        recomputed=repeated * forward * each,
+        recomputed=repeated_flops(cfg, forward, matmul) * each,
         newton_schulz=newton / devices,
     )
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from k3jax.configs.experiment import ExperimentConfig
-from k3jax.model import K3Config, plan_stacks
+from k3jax.model import KEPT, K3Config, plan_stacks
 from k3jax.optim.build import OptimConfig
 from k3jax.plan_cost import (
     Collective,
@@ -29,7 +29,7 @@ from k3jax.sharding.mesh import AXES, ROWS, MeshConfig
 from k3jax.sharding.rules import logical_axes, split_axes, state_specs
 from k3jax.train_state import abstract_model, init_state, merge
 
-REMAT = ("none", "dots", "full", "offload")  # policies of `K3Config.remat`, fastest first
+REMAT = ("none", "dots", "outputs", "routed", "full", "offload")  # policies, fastest first
 MOST_TENSOR = 16  # ways: beyond, the pieces of a head's work are too small
 
 
@@ -118,11 +118,21 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     plans = plan_stacks(model)
     rows = model.attn_res.num_rows(model.num_layers)
     units, largest = sum(plan.repeats for plan in plans), max(plan.size for plan in plans)
-    on_host = model.remat == "offload"
-    kept = (2 * rows + (0 if on_host else units)) * model.width * itemsize
-    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, largest)
-    gathered = largest * _layer_entries(cfg, sizes) * (itemsize + 4)
-    return tokens * (kept + alive * layer) + gathered
+    names, on_host = KEPT.get(model.remat, ()), model.remat == "offload"
+    kept = 2 * rows * model.width
+    if not on_host:
+        kept += units * model.width
+        if "attention" in names:
+            kept += model.num_layers * model.width
+        if "routed" in names and model.moe is not None:
+            kept += (model.num_layers - model.num_dense_layers) * (
+                model.moe.latent_dim or model.width
+            )
+    # A sub-layer of which the output is kept is repeated by itself, where its gradient is due.
+    unit = 1 if "routed" in names else largest
+    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, unit)
+    gathered = unit * _layer_entries(cfg, sizes) * (itemsize + 4)
+    return tokens * (kept * itemsize + alive * layer) + gathered
 
 
 def _layer_entries(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
@@ -143,7 +153,7 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
     Parameters are gathered for each pass, forward and recomputed, in the compute dtype, and their
     gradients scattered in float32; copies add up gradients once a step; Newton-Schulz takes whole
     matrices to owners and back. Latents of the chosen rows go to the experts and back: 2 exchanges
-    forward, 2 recomputed, 3 backward. Context: latents and states once a pass; tensor: sums of sub-layers.
+    forward, 3 backward; where their result is not kept, 2 more to repeat it. Context: latents and states once a pass; tensor: sums of sub-layers.
     """
     model, sizes, chip = cfg.model, layout.sizes, layout.topology.chip
     itemsize = jax.numpy.dtype(model.dtype).itemsize
@@ -185,7 +195,8 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
         layers = sum(mixer == "moe" for _, mixer in model.layers)
         latent = model.moe.latent_dim or model.width
         rows = tokens * model.moe.num_active * latent * itemsize
-        add("ragged-all-to-all", ("expert",), rows, layers * passes * (5 + 2 * again))
+        repeats = again and "routed" not in KEPT.get(model.remat, ())
+        add("ragged-all-to-all", ("expert",), rows, layers * passes * (5 + 2 * repeats))
     latents = tokens * (model.mla.kv_rank + model.mla.qk_shared_dim) * itemsize
     mla = kinds.count("mla") * passes
     add("all-gather", ("context",), latents, mla * (1 + again))
