@@ -21,7 +21,7 @@ from k3jax.sharding.annotate import (
     param,
     split_tokens,
 )
-from k3jax.sharding.expert_parallel import apply_experts, plan_dispatch
+from k3jax.sharding.expert_parallel import apply_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +222,17 @@ class Experts(nnx.Module):
 
         `keep_rows`: the backward pass follows at once, see `apply_experts`.
         """
-        plan = plan_dispatch(ids, mask, self.num_experts)
         matrices = tuple(gathered(w, z.dtype) for w in (self.w1, self.w3, self.w2))
-        op = ExpertsOp(self.activation)
-        return apply_experts(op, z, weights, plan, matrices, keep_rows=keep_rows)
+        return apply_experts(
+            ExpertsOp(self.activation),
+            z,
+            weights,
+            ids,
+            mask,
+            self.num_experts,
+            matrices,
+            keep_rows=keep_rows,
+        )
 
 
 class LatentMoE(nnx.Module):
