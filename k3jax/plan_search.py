@@ -25,6 +25,7 @@ from k3jax.plan_cost import (
     times,
     work,
 )
+from k3jax.sharding.expert_parallel import visits
 from k3jax.sharding.mesh import AXES, ROWS, MeshConfig
 from k3jax.sharding.rules import logical_axes, split_axes, state_specs
 from k3jax.train_state import abstract_model, init_state, merge
@@ -152,7 +153,7 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
 
     Parameters are gathered for each pass, forward and recomputed, in the compute dtype, and their
     gradients scattered in float32; copies add up gradients once a step; Newton-Schulz takes whole
-    matrices to owners and back. Latents of the chosen rows go to the experts and back: 2 exchanges
+    matrices to owners and back. Latents go once to each rank with chosen experts and back: 2 exchanges
     forward, 3 backward; where their result is not kept, 2 more to repeat it. Context: latents and states once a pass; tensor: sums of sub-layers.
     """
     model, sizes, chip = cfg.model, layout.sizes, layout.topology.chip
@@ -194,9 +195,15 @@ def expected_collectives(cfg: ExperimentConfig, layout: Layout) -> tuple[Collect
     if model.moe is not None:
         layers = sum(mixer == "moe" for _, mixer in model.layers)
         latent = model.moe.latent_dim or model.width
-        rows = tokens * model.moe.num_active * latent * itemsize
-        repeats = again and "routed" not in KEPT.get(model.remat, ())
-        add("ragged-all-to-all", ("expert",), rows, layers * passes * (5 + 2 * repeats))
+        active, ranks = model.moe.num_active, sizes["expert"]
+        sent = (
+            tokens * ranks * visits(active, model.moe.num_experts, model.moe.num_experts // ranks)
+        )
+        trips = 5 if "routed" in KEPT.get(model.remat, ()) else 5 + 2 * again
+        add("ragged-all-to-all", ("expert",), sent * latent * itemsize, layers * passes * trips)
+        choices = layers * passes * (2 + again)
+        add("all-gather", ("expert",), tokens * active * 8, choices)
+        add("reduce-scatter", ("expert",), tokens * ranks * active * 4, layers * passes)
     latents = tokens * (model.mla.kv_rank + model.mla.qk_shared_dim) * itemsize
     mla = kinds.count("mla") * passes
     add("all-gather", ("context",), latents, mla * (1 + again))
