@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from k3jax.sharding.mesh import AXES
@@ -57,7 +57,15 @@ def param(
 
 
 def region(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`fn` on every device with its part of the arguments: all axes are manual inside."""
+    """`fn` on every device with its part of the arguments: all axes are manual inside.
+
+    Raises: ValueError for a mesh that `make_mesh` did not make: its axes must be Explicit (KF-118).
+    """
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Explicit}:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}; make it with "
+            "k3jax.sharding.mesh.make_mesh, whose axes are Explicit"
+        )
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from k3jax.model import decode_state_specs, init_decode_state
 from k3jax.optim.build import OptimConfig
@@ -142,6 +142,12 @@ def test_a_step_does_not_depend_on_the_mesh(shape):
 def test_meshes_are_many():
     assert len(SHAPES) == 41
     assert set(QUICK) <= set(SHAPES)
+
+
+def test_kf_118_a_mesh_of_another_type_is_refused():
+    auto = jax.make_mesh((1,) * 5, AXES, devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 5)
+    with pytest.raises(ValueError, match="make_mesh, whose axes are Explicit"):
+        make_train_step(CONFIG, mesh=auto)
 
 
 def test_kf_050_decode_caches_are_split_over_heads_and_not_over_tokens():
