@@ -111,6 +111,7 @@ def connect() -> None:
     """
     import jax
 
+    seconds = timeout()
     if jax.distributed.is_initialized():
         return
     given = {variable: os.environ.get(variable) for variable in (ADDRESS, COUNT, INDEX)}
@@ -118,7 +119,6 @@ def connect() -> None:
     if numbers[COUNT] == 1:
         log.debug("one process: %s is 1", COUNT)
         return
-    seconds = timeout()
     address, local_devices, why = given[ADDRESS], None, "environment variables"
     if not all(given.values()):
         cluster = _cluster()
@@ -154,8 +154,11 @@ def connect() -> None:
     assert me is not None
     if me >= processes:
         raise UserError(f"{INDEX} is {me}; with {COUNT}={processes} it must be below that")
-    if not re.fullmatch(r".+:\d+", address):
-        raise UserError(f"{ADDRESS} is {address!r}; give host:port, the host of process 0")
+    port = re.fullmatch(r".+:(\d{1,5})", address)
+    if not port or not 0 < int(port[1]) < 2**16:
+        raise UserError(
+            f"{ADDRESS} is {address!r}; give host:port, the host of process 0 and a port below 65536"
+        )
     _names.update(_meet(address, processes, me, seconds))
     # The service's own handler of SIGTERM would take the place of ours (`stop_signal.py`).
     jax.config.update("jax_enable_preemption_service", False)
@@ -267,7 +270,9 @@ def _receive(
             with contextlib.suppress(OSError):
                 line = lines.enter_context(server.accept()[0])
                 line.settimeout(5)
-                said = re.fullmatch(r"k3jax (\d+) (\S+)\n", line.makefile().readline(300))
+                # Anyone may knock at this port, a program of another protocol too.
+                said = line.makefile(errors="replace").readline(300)
+                said = re.fullmatch(r"k3jax (\d+) (\S+)\n", said)
                 if said and 0 < int(said[1]) < processes:
                     here.append((int(said[1]), said[2], line))
             here = [came for came in here if _open(came[2])]

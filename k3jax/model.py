@@ -170,7 +170,7 @@ class LayerStats(NamedTuple):
     """What a layer reports to the training loop; nothing here is differentiated."""
 
     router: RouterStats | None
-    max_logit: Float[Array, " H"] | None  # largest attention logit per MLA head, for QK-Clip
+    max_logit: Float[Array, " H"] | None  # largest attention logit per MLA head; -inf without any
 
 
 Stats = dict[str, dict[str, LayerStats]]  # stack -> layer -> stats with a leading axis
@@ -254,6 +254,9 @@ class Layer(nnx.Module):
         else:
             x = self.post_attention_layernorm(prefix)
         mixed, u, router = self._mix_channels(x, segment_ids, collect, kept)
+        if max_logit is not None and segment_ids is not None:
+            # Where there is nothing but padding: no logit, which is below any that others have.
+            max_logit = jnp.where((segment_ids > 0).any(), max_logit, -jnp.inf)
         stats = LayerStats(router, max_logit if collect else None)
         return bank, prefix + mixed, cache, stats, Outputs(u, y)
 
@@ -304,14 +307,12 @@ class Unit(nnx.Module):
         """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches, stats, outputs), the last three by name."""
         new_caches, stats, outputs = {}, {}, {}
         for j, name in enumerate(self.names):
-            cache = None if caches is None else caches[name]
-            layer = getattr(self, name)
-            bank, prefix, new_caches[name], stats[name], outputs[name] = layer(
+            bank, prefix, new_caches[name], stats[name], outputs[name] = getattr(self, name)(
                 bank,
                 prefix,
                 first + j,
                 segment_ids,
-                cache,
+                None if caches is None else caches[name],
                 length,
                 collect=collect,
                 written=written,

@@ -135,7 +135,7 @@ def prepare(
         mesh = make_mesh(cfg.mesh, on)
         passes, rows = cfg.accumulation, cfg.batch_size // cfg.accumulation
         try:
-            check_batch(mesh, rows=rows, tokens=cfg.seq_len)
+            check_batch(mesh.shape, rows=rows, tokens=cfg.seq_len)
         except ValueError as error:
             given = f"batch_size={cfg.batch_size}, accumulation={passes}, seq_len={cfg.seq_len}"
             raise UserError(f"{given} on {mesh.size} devices: {error}") from error

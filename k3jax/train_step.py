@@ -75,7 +75,7 @@ def make_train_step(
           lr              learning rate of this step
           expert_load     [MoE layers] fullest expert's tokens over the mean, from layer 0 on
           tied_routers    int32, layers whose router told no experts apart
-          max_logit       [MLA layers] largest attention logit
+          max_logit       [MLA layers] largest attention logit, 0 without any
           skipped         int32, 1 if this step changed nothing
     """
     model, optim = cfg.model, cfg.optim
@@ -273,7 +273,10 @@ def _over_devices(stats: Stats) -> Stats:
         router, max_logit = layer
         if router is not None:
             router = pool_over_devices(router)
-        return LayerStats(router, pmax(max_logit, *ROWS, "context"))
+        if max_logit is not None:
+            max_logit = pmax(max_logit, *ROWS, "context")
+            max_logit = jnp.where(jnp.isneginf(max_logit), 0, max_logit)
+        return LayerStats(router, max_logit)
 
     return _map_layers(pool, stats)
 

@@ -115,19 +115,19 @@ def _primes(n: int) -> list[int]:
     return found[::-1]
 
 
-def check_batch(mesh: Mesh, *, rows: int, tokens: int) -> None:
-    """Raises ValueError, naming the numbers, if a batch [rows, tokens] does not divide over `mesh`."""
-    ways = math.prod(mesh.shape[axis] for axis in ROWS)
+def check_batch(sizes: Mapping[str, int], *, rows: int, tokens: int) -> None:
+    """Raises ValueError, naming the numbers, if a batch [rows, tokens] does not divide over a mesh."""
+    ways = math.prod(sizes[axis] for axis in ROWS)
     if rows % ways:
         raise ValueError(
             f"{rows} rows per pass do not divide over data x fsdp x expert = "
-            f"{' x '.join(str(mesh.shape[axis]) for axis in ROWS)} = {ways}: choose --batch-size "
+            f"{' x '.join(str(sizes[axis]) for axis in ROWS)} = {ways}: choose --batch-size "
             "and --accumulation so that each gets as many"
         )
-    if tokens % mesh.shape["context"]:
+    if tokens % sizes["context"]:
         raise ValueError(
             f"rows of seq_len={tokens} tokens do not divide over mesh.context="
-            f"{mesh.shape['context']}: choose a multiple of it"
+            f"{sizes['context']}: choose a multiple of it"
         )
 
 

@@ -1,5 +1,6 @@
 """The README's Python runs, its files exist, and the notebook executes from a clean state."""
 
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from k3jax.configs import preset
+from k3jax.sharding.mesh import AXES, check_batch
+from k3jax.sharding.rules import logical_axes, state_specs
+from k3jax.train_state import abstract_model, merge
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -17,6 +23,7 @@ def test_links_lead_somewhere():
     for document in (
         "README.md",
         "docs/architecture.md",
+        "docs/scaling.md",
         "tests/README.md",
         "benchmarks/README.md",
     ):
@@ -28,6 +35,24 @@ def test_links_lead_somewhere():
 def test_readme_names_the_two_commands():
     assert "pip install uv && uv run k3jax train nano" in README
     assert "pip install uv && uv run pytest" in README
+
+
+def test_documented_meshes_divide_what_they_split():
+    """Every `train` command with a mesh, in the README and in docs, up to the device."""
+    found = []
+    for document in ("README.md", "docs/scaling.md"):
+        text = re.sub(r"\\\n\s*|,\s*\n\s*", " ", (ROOT / document).read_text())
+        for line in re.findall(r"train(?:,? )(?:mini|nano)[^\n]*--mesh[^\n]*", text):
+            words = re.sub(r'[\[\],"\']', " ", line).split("#")[0].split()
+            flags = dict(itertools.pairwise(words))
+            cfg = preset(words[1])()
+            sizes = {axis: int(flags.get(f"--mesh.{axis}", 1)) for axis in AXES}
+            passes = int(flags.get("--accumulation", cfg.accumulation))
+            check_batch(sizes, rows=cfg.batch_size // passes, tokens=cfg.seq_len)
+            graphdef, params, buffers = abstract_model(cfg.model)
+            state_specs(params, logical_axes(merge(graphdef, params, buffers)), sizes)
+            found.append(sizes)
+    assert len(found) >= 6
 
 
 def test_notebooks_hold_no_outputs():

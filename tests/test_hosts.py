@@ -106,7 +106,9 @@ def alone(monkeypatch):
         ({hosts.ADDRESS: "a:1", hosts.COUNT: "2", hosts.INDEX: "-1"}, "PROCESS_ID is '-1'"),
         ({hosts.ADDRESS: "a:1", hosts.COUNT: "2", hosts.INDEX: "2"}, "it must be below that"),
         ({hosts.ADDRESS: "a", hosts.COUNT: "2", hosts.INDEX: "0"}, "is 'a'; give host:port"),
+        ({hosts.ADDRESS: "a:70000", hosts.COUNT: "2", hosts.INDEX: "1"}, "a port below 65536"),
         ({hosts.COUNT: "2", hosts.TIMEOUT_VARIABLE: "soon"}, "K3JAX_HOST_TIMEOUT is 'soon'"),
+        ({hosts.TIMEOUT_VARIABLE: "0"}, "K3JAX_HOST_TIMEOUT is '0'"),  # alone too
     ],
 )
 def test_wrong_or_missing_variables_are_named(alone, given, words):
@@ -157,6 +159,25 @@ def test_jax_finds_slurm(alone):
     alone.setenv(hosts.TIMEOUT_VARIABLE, "1")
     with pytest.raises(UserError, match=f"process 1 of 2 did not come .*localhost:{port} within 1"):
         hosts.connect()
+
+
+def test_a_stranger_at_the_port_is_ignored():
+    """Such as a client of an earlier run, which speaks another protocol."""
+    address = f"localhost:{free_port()}"
+    found: list[dict] = []
+    first = threading.Thread(target=lambda: found.append(hosts._meet(address, 2, 0, 30.0)))
+    first.start()
+    host, port = address.split(":")
+    while first.is_alive():
+        try:
+            with socket.create_connection((host, int(port)), 5) as line:
+                line.sendall(b"PRI * HTTP/2.0\xff\xfe\x00\n")
+            break
+        except ConnectionRefusedError:  # not open yet
+            time.sleep(0.05)
+    found.append(hosts._meet(address, 2, 1, 30.0))
+    first.join()
+    assert [sorted(names) for names in found] == [[0, 1], [0, 1]]
 
 
 def meet(count: int, ranks: list[int], seconds: float) -> dict[int, list]:

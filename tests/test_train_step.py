@@ -14,7 +14,7 @@ from k3jax.losses import next_token_targets
 from k3jax.model import LayerStats, apply_balancing, plan_stacks
 from k3jax.optim.build import OptimConfig
 from k3jax.train_state import abstract_model, init_params, init_state, merge
-from k3jax.train_step import _layer_metrics, _pool, make_eval_step, make_train_step
+from k3jax.train_step import _layer_metrics, _over_devices, _pool, make_eval_step, make_train_step
 from tests.model_helpers import tiny_config
 
 # Two MLA layers with experts, scanned: every layer kind more is ten seconds of compiling.
@@ -338,3 +338,27 @@ def test_large_weights_have_draws_of_their_own(monkeypatch):
     w1, w3 = (params[LAYERS]["layer_0"]["block_sparse_moe"]["experts"][n] for n in ("w1", "w3"))
     np.testing.assert_allclose(w1.std(), MODEL.init_std, rtol=0.1)
     assert (w1 != w3).all()
+
+
+def test_a_part_with_nothing_but_padding_has_no_logit():
+    """So that it hides no negative largest logit of others, micro-batches or devices."""
+    graphdef, params, buffers = abstract_model(MODEL)
+    params, buffers = init_params(MODEL, jax.random.key(0))
+
+    @jax.jit
+    def logits(segment_ids):
+        model = merge(graphdef, params, buffers)
+        tokens = jnp.zeros(segment_ids.shape, jnp.int32)
+        _, stats, _ = model.hidden(tokens, segment_ids=segment_ids, collect=True)
+        return stats[LAYERS]["layer_0"].max_logit
+
+    rows = jnp.ones((1, 8), jnp.int32)
+    assert np.isneginf(logits(0 * rows)).all()
+    assert np.isfinite(logits(rows)).all()
+
+    def pooled(*parts):
+        stats = {"stack": {"layer_0": LayerStats(None, jnp.array(parts, jnp.float32)[:, None])}}
+        return float(_over_devices(_pool(stats))["stack"]["layer_0"].max_logit[0])
+
+    assert pooled(-jnp.inf, -0.5, -jnp.inf) == -0.5
+    assert pooled(-jnp.inf, -jnp.inf) == 0

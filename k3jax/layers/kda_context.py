@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels.kda import api
@@ -23,8 +22,6 @@ from k3jax.sharding import context_parallel
 from k3jax.sharding.annotate import axis_index, axis_size
 
 logger = logging.getLogger("k3jax")
-
-SAVED = "kda_context"  # checkpoint_name of what the exchange gives: 2 memories per row and layer
 
 
 def ranks() -> int:
@@ -146,7 +143,7 @@ def kda(
     Returns: outputs of the window; with `state` the memory after the row, the same on all ranks.
     Numerics: M, E, and the memories made of them are float32.
     Cost: forward and backward each one pass over the window more, without outputs, and one exchange
-        of M and E, whose size does not depend on T.
+        of M and E, whose size does not depend on T. A recomputed layer repeats those of its forward.
     """
     op = _Op(from_logits=False, g_min=g_min, chunk_size=chunk_size, backend=backend)
     return _run(op, (q, k, v, g, beta, ()), state, segment_ids)
@@ -213,8 +210,6 @@ def _enter(op: _Op, arrays, state, segment_ids):
     M = None if M is None else _if_continued(M, segment_ids, q.shape[1])
     entering, last = context_parallel.entering_state(M, E, state)
     entering = _if_continued(entering, segment_ids, q.shape[1])
-    # With these two saved, rematerialisation repeats neither the pass nor the exchange.
-    M, entering = (x if x is None else checkpoint_name(x, SAVED) for x in (M, entering))
     return entering, last, M
 
 

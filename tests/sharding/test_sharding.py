@@ -73,11 +73,11 @@ def test_vectors_are_whole_everywhere_but_for_heads():
 
 def test_batches_that_do_not_divide_are_refused():
     mesh = make_mesh(MeshConfig(fsdp=2, context=4))
-    check_batch(mesh, rows=2, tokens=16)
+    check_batch(mesh.shape, rows=2, tokens=16)
     with pytest.raises(ValueError, match=r"3 rows per pass .* = 2: choose --batch-size"):
-        check_batch(mesh, rows=3, tokens=16)
+        check_batch(mesh.shape, rows=3, tokens=16)
     with pytest.raises(ValueError, match=r"seq_len=130 tokens .* mesh.context=4"):
-        check_batch(mesh, rows=2, tokens=130)
+        check_batch(mesh.shape, rows=2, tokens=130)
 
 
 @pytest.mark.parametrize("bad", [{"data": 0}, {"fsdp": -2}, {"data": -1, "fsdp": -1}])
