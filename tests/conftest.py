@@ -1,5 +1,6 @@
 """Set-up of every test run: 8 simulated CPU devices, full matmul precision, and no success without tests."""
 
+import gc
 import os
 
 # Tests run each program a few times at most, so compiling quickly beats running quickly.
@@ -18,6 +19,18 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Of a whole run with these markers: fewer means that something was not collected.
 FEWEST_TESTS = {"not slow and not aot_tpu": 300, "aot_tpu": 11}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Compiled programs go with the module that needed them.
+
+    Each maps memory of its own; kept, those of a whole run exceed what Linux grants a process
+    (vm.max_map_count, 65,530 maps), and the next compilation ends in a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items):
