@@ -18,7 +18,7 @@ import pytest
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Of a whole run with these markers: fewer means that something was not collected.
-FEWEST_TESTS = {"not slow and not aot_tpu": 300, "aot_tpu": 11}
+FEWEST_TESTS = {"not slow and not long and not aot_tpu": 300, "aot_tpu": 11}
 
 
 @pytest.fixture(scope="module", autouse=True)

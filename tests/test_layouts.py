@@ -183,7 +183,7 @@ def assert_same_gradients(shape, model):
     assert_same_statistics(stats, wanted_stats)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in QUICK], ids=named)
 def test_gradients_and_statistics_do_not_depend_on_the_mesh(shape):
     assert_same_gradients(shape, MODEL)
