@@ -1,4 +1,4 @@
-"""A training step does not depend on the mesh: whole on 10 meshes, gradients and statistics on 31 more."""
+"""A training step does not depend on the mesh: whole on 6 meshes, gradients and statistics on 35 more."""
 
 import itertools
 import math
@@ -46,9 +46,9 @@ SHAPES = [
     for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
     if math.prod(shape) == devices
 ]
-# All on one axis, and mixtures in which every axis meets every other one.
-QUICK = [(8, 1, 1, 1, 1), (1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8),
-         (2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 1, 2, 2, 2), (2, 1, 1, 1, 4), (1, 2, 2, 2, 1)]  # fmt: skip
+# Mixtures in which every axis meets every other one.
+QUICK = [(1, 1, 1, 8, 1), (2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 1, 2, 2, 2), (2, 1, 1, 1, 4),
+         (1, 2, 2, 2, 1)]  # fmt: skip
 
 
 @cache
@@ -204,7 +204,7 @@ RELATIVES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", RELATIVES)
 def test_nor_do_those_of_other_models_and_policies(name):
     shape = {"no latent": (1, 2, 2, 1, 2)}.get(name, (1, 2, 1, 2, 2))
