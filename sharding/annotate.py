@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from k3jax.sharding.mesh import AXES
-from k3jax.sharding.rules import RULES, split_axes
+from k3jax.sharding.rules import RULES, spec_axes, split_axes
 
 Initializer = Callable[..., jax.Array]
 
@@ -194,16 +194,14 @@ def join_tokens(
     x: Float[Array, "n ..."], length: int, axis: str = "tensor"
 ) -> Float[Array, "N ..."]:
     """The inverse of `split_tokens`: the rows of all devices of a mesh axis, of which `length` are real."""
-    if axis_size(axis) == 1:
-        return x
-    return jax.lax.all_gather(x, axis, axis=0, tiled=True)[:length]
+    return concatenated(x, 0, axis)[:length]
 
 
 def sum_over_replicas(tree: Any, specs: Any) -> Any:
     """Sum of every leaf over the mesh axes that its spec does not name: over all that hold it."""
 
     def total(x, spec: PartitionSpec):
-        named = {n for dim in spec for n in (dim if isinstance(dim, tuple) else (dim,)) if n}
+        named = sum(spec_axes(spec), ())
         return psum(x, *(axis for axis in AXES if axis not in named))
 
     return jax.tree.map(total, tree, specs)

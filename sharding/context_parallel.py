@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from k3jax.sharding.annotate import axis_index, axis_size
+from k3jax.sharding.annotate import axis_index, axis_size, concatenated
 
 AXIS = "context"
 # Up to so many ranks every rank receives the summaries of all others in one all-gather, (P - 1) x
@@ -55,9 +55,7 @@ def window(x: Array, length: int, axis: int = 1) -> Array:
 
 def gather_tokens(x: Array) -> Array:
     """The whole rows [B, T, ...] of all ranks' windows; the gradient sums over the ranks."""
-    if axis_size(AXIS) == 1:
-        return x
-    return jax.lax.all_gather(x, AXIS, axis=1, tiled=True)
+    return concatenated(x, 1, AXIS)
 
 
 def halo(x: Array, size: int, before: Array | None = None) -> Array:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
 
+from k3jax.sharding.rules import spec_axes
+
 
 def on_explicit_mesh(x: Array) -> bool:
     """Whether x carries its sharding in its type, as arrays on a mesh with Explicit axes do."""
@@ -46,7 +48,7 @@ def by_owner(
         owner's whole matrices, which are as many bytes again as the parts (up to the padding).
     """
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-    names = [_names(entry) for entry in spec]
+    names = spec_axes(spec)
     parts = [names[axis] for axis in axes]
     count = math.prod(
         size // _ways(mesh, names[i]) for i, size in enumerate(x.shape) if i - x.ndim not in axes
@@ -107,10 +109,6 @@ def _useful_copies(count: int, split: int, free: dict[str, int]) -> tuple[str, .
             chosen.append(axis)
             ways = more
     return tuple(chosen)
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _ways(mesh: AbstractMesh, names: tuple[str, ...]) -> int:

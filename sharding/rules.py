@@ -96,6 +96,11 @@ def partition_spec(
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in dims))
 
 
+def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Mesh axes of each dimension that a PartitionSpec names; the inverse of writing one."""
+    return [() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in spec]
+
+
 def logical_axes(model: nnx.Module) -> dict[str, tuple[str | None, ...]]:
     """Logical axes of every parameter by path "a/b/c"; stacked parameters get "layers" in front."""
     axes = {}
