@@ -393,18 +393,14 @@ def advice(made: Plan) -> list[str]:
             found.append(f"{short}: state and gradients alone take {state / 2**30:.1f} GiB; use more than "
                          f"{ways} devices, or a larger --mesh.fsdp")  # fmt: skip
         elif cfg.model.remat in ("none", "dots"):
-            found.append(
-                f"{short}: --model.remat outputs has one sub-layer's work in memory at a time"
-            )
+            found.append(f"{short}: --model.remat outputs keeps less of each layer")
         elif rows_each > 1:
             found.append(f"{short}: --accumulation {cfg.accumulation * 2} halves the {rows_each} rows "
                          "that a device has at a time")  # fmt: skip
         else:
             found.append(f"{short} with one row at a time: --mesh.context {sizes['context'] * 2} halves "
                          "the tokens of a device, --mesh.tensor its heads")  # fmt: skip
-            if cfg.model.remat == "full":
-                found.append("--model.remat routed has one layer's experts in memory at a time")
-            elif cfg.model.remat != "offload":
+            if cfg.model.remat != "offload":
                 found.append(
                     "--model.remat offload keeps inputs and outputs of layers in host memory"
                 )
