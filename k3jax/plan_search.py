@@ -27,7 +27,7 @@ from k3jax.plan_cost import (
 )
 from k3jax.sharding.expert_parallel import visits
 from k3jax.sharding.mesh import AXES, ROWS, MeshConfig
-from k3jax.sharding.rules import logical_axes, split_axes, state_specs
+from k3jax.sharding.rules import logical_axes, spec_axes, split_axes, state_specs
 from k3jax.train_state import abstract_model, init_state, merge
 
 REMAT = ("none", "dots", "outputs", "routed", "full", "offload")  # policies, fastest first
@@ -77,7 +77,8 @@ def state_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> dict[str, fl
         spec = state_specs({leaf.name: jax.ShapeDtypeStruct(leaf.shape, np.float32)}, axes, sizes)[
             leaf.name
         ]
-        entries = count * math.prod(leaf.shape) / _ways(spec, sizes)
+        ways = math.prod(sizes[axis] for axis in sum(spec_axes(spec), ()))
+        entries = count * math.prod(leaf.shape) / ways
         held[names.get(leaf.category, "buffers")] += entries * leaf.itemsize
         held["gradients"] += entries * 4 if leaf.category == "params" else 0
     tokens = cfg.batch_size * cfg.seq_len / math.prod(sizes[a] for a in (*ROWS, "context"))
@@ -90,11 +91,6 @@ def _plain(model: K3Config) -> K3Config:
     return replace(model, remat="none")
 
 
-def _ways(spec: Any, sizes: Mapping[str, int]) -> int:
-    names = (n for dim in spec for n in (dim if isinstance(dim, tuple) else (dim,)) if n)
-    return math.prod(sizes[name] for name in names)
-
-
 def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     """Bytes of one pass on one device: what depth keeps, and the working set of one unit of layers.
 
@@ -104,6 +100,7 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     channel of KDA's heads, inputs, outputs and hidden values of the routed rows and shared experts.
     Compiled for kimi_k3 on tpu7x:8x16x16, fsdp 256 x expert 16, the temporaries were 96.4 and 129.7
     GiB with one row of 8,192 tokens a device and two; with the gradients this gives 93.1 and 128.8.
+    "outputs" with two rows needed 152 GiB in all: what it keeps comes on top, no working set goes.
     """
     model = cfg.model
     tokens = cfg.batch_size // cfg.accumulation * cfg.seq_len
@@ -129,10 +126,8 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
             kept += (model.num_layers - model.num_dense_layers) * (
                 model.moe.latent_dim or model.width
             )
-    # A sub-layer of which the output is kept is repeated by itself, where its gradient is due.
-    unit = 1 if "routed" in names else largest
-    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, unit)
-    gathered = unit * _layer_entries(cfg, sizes) * (itemsize + 4)
+    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, largest)
+    gathered = largest * _layer_entries(cfg, sizes) * (itemsize + 4)
     return tokens * (kept * itemsize + alive * layer) + gathered
 
 
