@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.sharding.annotate import axis_index, axis_size
+from k3jax.sharding.counting_sort import Sorted, running_sum, stable_sort
 
 AXIS = "expert"
 Transport = Literal["ragged", "padded"]
@@ -30,13 +31,11 @@ class Dispatch(NamedTuple):
 def plan_dispatch(
     ids: Int[Array, "tokens A"], mask: Bool[Array, " tokens"] | None, num_experts: int
 ) -> Dispatch:
-    """Sort the (token, choice) rows by expert, stably. Cost: two sorts of tokens * A integers."""
+    """Sort the (token, choice) rows by expert, stably."""
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, num_experts)
-    expert = ids.reshape(-1)
-    order = jnp.argsort(expert)
-    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
-    return Dispatch(order, jnp.argsort(order), group_sizes)
+    order, inverse, sizes = stable_sort(ids.reshape(-1), num_experts + 1)
+    return Dispatch(order, inverse, sizes[:-1])
 
 
 def visits(active: int, num_experts: int, held: int) -> float:
@@ -112,7 +111,6 @@ class Survey(NamedTuple):
 
     pairs: Dispatch  # (token, rank) pairs of this rank's tokens, sorted by rank
     choices: Int[Array, "all A"]  # of all tokens: numbers of this rank's experts; beyond: others'
-    arrivals: Int[Array, " all"]  # the tokens that come here, in order; behind them the others
     number: Int[Array, " all+1"]  # how many of the tokens before each come here
     rows: Int[Array, " all+1"]  # how many rows they have here
 
@@ -126,9 +124,8 @@ def survey(ids: Int[Array, "tokens A"], way: Way) -> Survey:
     choices = jax.lax.all_gather(ids, AXIS, tiled=True) - axis_index(AXIS) * held
     choices = jnp.where((choices >= 0) & (choices < held), choices, held)
     count = (choices < held).sum(1)
-    number, rows = (jnp.pad(jnp.cumsum(n), (1, 0)) for n in (count > 0, count))
-    arrivals = jnp.argsort(count == 0)
-    return Survey(plan_dispatch(slots, None, ranks), choices, arrivals, number, rows)
+    number, rows = (jnp.pad(running_sum(n), (1, 0)) for n in (count > 0, count))
+    return Survey(plan_dispatch(slots, None, ranks), choices, number, rows)
 
 
 class Round(NamedTuple):
@@ -140,10 +137,8 @@ class Round(NamedTuple):
     group_sizes: Int[Array, " E_local"]  # rows of each of this rank's experts
     arrival: Int[Array, " rows"]  # of each row, in the order of experts; beyond the last: `room`
     choice: Int[Array, " rows"]  # which of all tokens' choices it is
-    by_arrival: Int[Array, " rows"]  # the rows in the order of arrivals
-    first: Int[Array, " room"]  # where those of each arrival begin
-    count: Int[Array, " room"]  # how many it has
-    largest: Int[Array, " room"]  # arrivals by number of rows, those with most first
+    rows: Int[Array, "room A"]  # those of each arrival; behind them `rows`
+    by_count: Sorted  # arrivals by number of rows, those with most first
 
     def arrive(self, x: Float[Array, "pairs L"], way: Way) -> Float[Array, "room L"]:
         """Inputs, or gradients of sums, from their sources; anything behind them."""
@@ -167,19 +162,18 @@ class Round(NamedTuple):
         """Float32 sum over each arrival's rows, rounded; no scatter, as for `combine_rows`.
 
         Few arrivals have many rows: of `rows` rows, those behind the first rows / (n + 1) of
-        `largest` have n at most. So steps of widths 1, 2, 4, ... read few rows that are not there.
+        `by_count` have n at most. So steps of widths 1, 2, 4, ... read few rows that are not there.
         """
-        rows, high, width, parts = y.shape[0], self.largest.shape[0], 1, []
+        largest, place, _ = self.by_count
+        rows, high, width, parts = y.shape[0], largest.shape[0], 1, []
         while high:
             width = min(width, way.most)
             low = 0 if width == way.most else min(rows // (width + 1), high)
-            these, nth = self.largest[low:high, None], jnp.arange(width)
-            row = self.by_arrival.at[self.first[these] + nth].get(mode="clip")
-            row = jnp.where(nth < self.count[these], row, rows)
+            row = self.rows[largest[low:high], :width]
             found = y.at[row].get(mode="fill", fill_value=0)
             parts.append(found.astype(jnp.float32).sum(1).astype(y.dtype))
             high, width = low, 2 * width
-        return jnp.concatenate(parts[::-1])[jnp.argsort(self.largest)]
+        return jnp.concatenate(parts[::-1])[place]
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -231,30 +225,25 @@ def plan_round(
     # The arrivals: which of all tokens each of them is, and its choices here.
     lane, nth = jnp.divmod(jnp.arange(way.room), way.room // way.lanes)
     nth += number[begin][lane]
-    nth = jnp.where(nth < number[end][lane], nth, every)
-    token = known.arrivals.at[nth].get(mode="fill", fill_value=every)
+    token = jnp.searchsorted(number[1:], nth, side="right")
+    token = jnp.where(nth < number[end][lane], token, every)
     choices = known.choices.at[token].get(mode="fill", fill_value=held)
-    count = (choices < held).sum(1)
+    here = choices < held
 
     # Their rows in the order of experts.
-    flat = choices.reshape(-1)
-    expert, order = jax.lax.sort((flat, jnp.arange(flat.size)), num_keys=1, is_stable=True)
-    expert, order = expert[: way.room_rows], order[: way.room_rows]
-    ends = jnp.searchsorted(expert, jnp.arange(held), side="right")
-    arrival = jnp.where(expert < held, order // active, way.room)
+    order, inverse, group_sizes = stable_sort(choices.reshape(-1), held + 1)
+    order, used = order[: way.room_rows], jnp.arange(way.room_rows) < group_sizes[:-1].sum()
+    arrival = jnp.where(used, order // active, way.room)
     choice = token.at[arrival].get(mode="fill", fill_value=0) * active + order % active
     nowhere = every * active + jnp.arange(way.room_rows)  # each another one, for a scatter
-    choice = jnp.where(expert < held, choice, nowhere)
     found = Round(
         sent,
         place,
         size,
-        jnp.diff(ends, prepend=0),
+        group_sizes[:-1],
         arrival,
-        choice,
-        jnp.argsort(arrival),
-        jnp.cumsum(count) - count,
-        count,
-        jnp.argsort(count, descending=True),
+        jnp.where(used, choice, nowhere),
+        jnp.sort(jnp.where(here, inverse.reshape(here.shape), way.room_rows), 1, stable=False),
+        stable_sort((~here).sum(1), active + 1),
     )
     return found, end, told[:, -1].any()
