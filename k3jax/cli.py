@@ -17,7 +17,7 @@ from k3jax.flags import nearest, overridden, show_help
 if TYPE_CHECKING:
     from k3jax.configs.experiment import ExperimentConfig
 
-BAD_INPUT, LOST, ABORTED = 2, 5, 130
+BAD_INPUT, ABORTED = 2, 130
 
 USAGE = """usage: k3jax COMMAND ...
 
@@ -110,7 +110,7 @@ def _train(args: list[str]) -> int:
         return train(cfg)
     except hosts.LostHost as error:
         print(f"k3jax: {error}", file=sys.stderr, flush=True)
-        hosts.end_alone(LOST)
+        hosts.end_alone(hosts.LOST_STATUS)
     finally:
         hosts.disconnect()
 

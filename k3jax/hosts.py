@@ -3,8 +3,9 @@
 A device program with collectives waits for all processes, and no time-out ends it. So every
 process says before each such program whether it can go on (`turn`), over JAX's coordination
 service and not over the devices: one process without a batch, with an error or with a signal is
-known to all before anything is launched, and one that says nothing is named after a while. With
-one process all of this is a function call.
+known to all before anything is launched, and one that says nothing is named after a while. Whoever
+is in a device program already learns that from threads of its own (`_Watch`). With one process all
+of this is a function call.
 
 All processes must call `agree` and what is made of it at the same places of the program.
 """
@@ -12,28 +13,33 @@ All processes must call `agree` and what is made of it at the same places of the
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import re
-import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, NoReturn
 
 from k3jax.errors import UserError
+from k3jax.host_meeting import ADDRESS, COUNT, INDEX, meet, say
 
-ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 TIMEOUT_VARIABLE = "K3JAX_HOST_TIMEOUT"
 TIMEOUT = 300.0  # seconds that processes wait for each other
 STARTING = 6.0  # times that, where one may compile and another find the program in its cache
 FAILED = 0.2  # times that, where something has failed already
+ROUNDS = 10  # signs of life that a process may leave out
+GRACE = 2.0  # seconds that the main thread has to end by itself
+ALIVE, LOST = "k3jax/alive/", "k3jax/alive/lost"  # names in the coordination service
+LOST_STATUS = 5  # as the command line ends with a LostHost
 
 log = logging.getLogger("k3jax")
 _rounds = itertools.count()
 _names: dict[int, str] = {}  # host of each process
 _told: list[BaseException] = []  # errors that the others know of
+_watches: list["_Watch"] = []  # of this process; one, or none if it is alone
+_ending = threading.Event()  # the main thread has named the lost process
 
 
 class HostError(UserError):
@@ -136,7 +142,7 @@ def connect() -> None:
                 local_devices = cluster.get_local_process_id()
             except (LookupError, RuntimeError, OSError, ValueError, TypeError) as error:
                 raise UserError(
-                    f"{why} was found, but not the processes of this run ({_say(error)}): set "
+                    f"{why} was found, but not the processes of this run ({say(error)}): set "
                     f"{ADDRESS}, {COUNT} and {INDEX}, or {COUNT}=1 to train with this process alone"
                 ) from error
         elif not any(given.values()):
@@ -159,7 +165,7 @@ def connect() -> None:
         raise UserError(
             f"{ADDRESS} is {address!r}; give host:port, the host of process 0 and a port below 65536"
         )
-    _names.update(_meet(address, processes, me, seconds))
+    _names.update(meet(address, processes, me, seconds))
     # The service's own handler of SIGTERM would take the place of ours (`stop_signal.py`).
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -170,14 +176,17 @@ def connect() -> None:
             local_device_ids=local_devices,
             cluster_detection_method="deactivate",
             initialization_timeout=int(seconds) + 1,
-            heartbeat_timeout_seconds=max(10, int(seconds / 3)),
+            # JAX ends the process without naming the lost one, and where the coordinator is stopped
+            # perhaps after half of this: the watch is to be first. It cannot where Python is stuck.
+            heartbeat_timeout_seconds=int(3 * _limit()) + 20,
             shutdown_timeout_seconds=int(seconds) + 1,
         )
     except RuntimeError as error:
         raise UserError(
-            f"process {me} of {processes} cannot join {address}: {_say(error)}"
+            f"process {me} of {processes} cannot join {address}: {say(error)}"
         ) from error
     log.info("%s of %d, coordinator %s (from %s)", name(me), processes, address, why)
+    _Watch(_state().client, _limit()).start()
 
 
 def disconnect() -> None:
@@ -189,8 +198,9 @@ def disconnect() -> None:
 
 def end_alone(code: int) -> NoReturn:
     """Ends this process at once: an orderly end would wait for the one that is lost."""
-    if index() == 0:  # with it goes the service that tells the others
-        time.sleep(min(2.0, timeout() * FAILED))
+    _ending.set()
+    if index() == 0:  # with it goes the service that tells the others; JAX then aborts them
+        time.sleep(_limit() / ROUNDS + 2 * GRACE)
     os._exit(code)
 
 
@@ -212,102 +222,95 @@ def _cluster() -> Any:
             if kind.is_env_present():
                 return kind
         except Exception as error:  # noqa: BLE001  of any library that such a cluster needs
-            log.warning("cluster %s cannot be asked (%s): not used", kind.__name__, _say(error))
+            log.warning("cluster %s cannot be asked (%s): not used", kind.__name__, say(error))
     return None
 
 
-def _meet(address: str, processes: int, me: int, seconds: float) -> dict[int, str]:
-    """Waits until all processes are there; returns the host of each.
+# ---- signs of life
 
-    Done before JAX joins them, on the same port: there a missing process is not named, and the
-    others are aborted.
+
+class _Watch:
+    """Ends this process, with one line, when another gives no sign of life for `limit` seconds.
+
+    The main thread cannot: it may be in a device program that waits for the lost process. There
+    are two threads, for the one that asks the coordinator waits without end if that is stopped.
+    Time is counted in rounds of this process, so that one that was itself stopped accuses nobody.
+    A process that waits in `disconnect` gives its signs until all are there.
     """
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + seconds
-    if me == 0:
-        return _receive(int(port), address, processes, deadline, seconds)
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), min(5, left)) as line:
-                line.sendall(f"k3jax {me} {socket.gethostname()}\n".encode())
-                line.settimeout(max(1, deadline - time.monotonic()) + 10)  # the answer is better
-                answer = line.makefile().readline()
-            reason = "process 0 ended"
-        except OSError as error:
-            answer, reason = "", _say(error)
-        if answer:
-            found = json.loads(answer)
-            if isinstance(found, str):
-                raise UserError(found)
-            return dict(enumerate(found))
-        if time.monotonic() + 0.2 >= deadline:
-            raise UserError(
-                f"coordinator {address} did not answer process {me} of {processes} within "
-                f"{seconds:.0f} s ({reason}): start process 0 there, and let the port through"
-            )
-        time.sleep(0.2)
+
+    def __init__(self, client: Any, limit: float):
+        self.client, self.limit, self.pause = client, limit, limit / ROUNDS
+        self.round, self.heard = 0, dict.fromkeys(range(count()), 0)  # the round of the last sign
+        self.words, self.told = "", threading.Event()  # what another process found
+
+    def start(self) -> None:
+        _watches.append(self)
+        for work in (self.speak, self.judge):
+            threading.Thread(target=work, name=f"k3jax {work.__name__}", daemon=True).start()
+
+    def over(self) -> bool:
+        """Whether the processes have parted."""
+        return _state().client is not self.client
+
+    def silent(self, rounds: int) -> list[int]:
+        """Processes without a sign of life for more than that many rounds."""
+        return [i for i, heard in self.heard.items() if self.round - heard > rounds]
+
+    def speak(self) -> None:
+        """Says that this process lives and listens to the others, until they part."""
+        said: dict[int, str] = {}
+        for number in itertools.count():
+            try:
+                self.client.key_value_set(f"{ALIVE}{index()}", str(number), allow_overwrite=True)
+                found = dict(self.client.key_value_dir_get(ALIVE))
+            except _jax_error():
+                found = {}  # the next round shows whether it was for good
+            if self.over():
+                return
+            if LOST in found:
+                self.words = found.pop(LOST)
+                self.told.set()
+                return
+            for process, text in ((int(key.rpartition("/")[2]), found[key]) for key in found):
+                if text != said.get(process):
+                    said[process], self.heard[process] = text, self.round
+            time.sleep(self.pause)
+
+    def judge(self) -> None:
+        """Counts the rounds of silence, and ends this process when there are too many."""
+        while not self.told.wait(self.pause):
+            if self.over():
+                return
+            self.round += 1
+            if late := self.silent(ROUNDS):
+                if index() in self.silent(ROUNDS // 2):  # nobody's signs get through
+                    late = [0]
+                self.words = _unanswered(late, self.limit)
+                # A thread, for this too waits without end where the coordinator is stopped.
+                tell = threading.Thread(target=_tell, args=(self.client, self.words), daemon=True)
+                tell.start()
+                break
+        if not _ending.wait(GRACE) and not self.over():
+            log.error("%s", self.words)
+            end_alone(LOST_STATUS)
 
 
-def _receive(
-    port: int, address: str, processes: int, deadline: float, seconds: float
-) -> dict[int, str]:
-    """Process 0's side of `_meet`."""
-    here: list[tuple[int, str, socket.socket]] = []  # number, host and line of those that came
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    except OSError as error:
-        raise UserError(
-            f"process 0 cannot open port {port} of {ADDRESS} {address} ({_say(error)}): choose "
-            "a free port of this host"
-        ) from error
-    with contextlib.ExitStack() as lines:
-        lines.enter_context(server)
-        while len({i for i, _, _ in here}) < processes - 1 and time.monotonic() < deadline:
-            server.settimeout(max(0.01, min(1.0, deadline - time.monotonic())))
-            with contextlib.suppress(OSError):
-                line = lines.enter_context(server.accept()[0])
-                line.settimeout(5)
-                # Anyone may knock at this port, a program of another protocol too.
-                said = line.makefile(errors="replace").readline(300)
-                said = re.fullmatch(r"k3jax (\d+) (\S+)\n", said)
-                if said and 0 < int(said[1]) < processes:
-                    here.append((int(said[1]), said[2], line))
-            here = [came for came in here if _open(came[2])]
-        names = {i: host for i, host, _ in here}
-        missing = [i for i in range(1, processes) if i not in names]
-        answer: Any = [socket.gethostname(), *(names[i] for i in sorted(names))]
-        if len(names) < len(here):
-            counted = [i for i, _, _ in here]
-            twice = next(i for i in counted if counted.count(i) > 1)
-            answer = f"more than one process has {INDEX}={twice}: give each its own, from 0"
-        elif missing:
-            answer = (
-                f"process {_some(missing)} of {processes} did not come to coordinator {address} "
-                f"within {seconds:.0f} s: start each with its own {INDEX}, or {COUNT}=1 for one "
-                "alone"
-            )
-        for _, _, line in here:
-            with contextlib.suppress(OSError):
-                line.sendall(json.dumps(answer).encode() + b"\n")
-    if isinstance(answer, str):
-        raise UserError(answer)
-    return dict(enumerate(answer))
+def _limit() -> float:
+    """Seconds without a sign of life; an import alone can keep a thread from it for some."""
+    return max(10.0, timeout())
 
 
-def _open(line: socket.socket) -> bool:
-    """Whether the process at the other end is still there."""
-    line.setblocking(False)
-    try:
-        return line.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        line.settimeout(5)
+def _unanswered(late: list[int], seconds: float) -> str:
+    return (
+        f"{', '.join(map(name, late)) or 'a process'} did not answer within {seconds:.0f} s: the "
+        f"checkpoints are intact, start again ({TIMEOUT_VARIABLE} sets the time)"
+    )
+
+
+def _tell(client: Any, words: str) -> None:
+    """Ends those that are in a device program too, with the same words."""
+    with contextlib.suppress(_jax_error()):  # another was first
+        client.key_value_set(LOST, words)
 
 
 # ---- agreement
@@ -332,7 +335,7 @@ def agree(word: str = "", *, patience: float = 1.0) -> dict[int, str]:
     try:
         said = client.key_value_dir_get(f"{folder}/")
     except _jax_error() as error:
-        raise LostHost(f"{name(0)}, the coordinator, is gone: {_say(error)}") from error
+        raise LostHost(f"{name(0)}, the coordinator, is gone: {say(error)}") from error
     return {int(key.rpartition("/")[2]): text for key, text in sorted(said)}
 
 
@@ -352,7 +355,7 @@ def turn(draw: Callable[[], Any], stop: str | None = None, *, patience: float = 
     except StopIteration:
         word = "end"
     except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it
-        mine, word = error, f"error {_say(error)}"
+        mine, word = error, f"error {say(error)}"
     if stop and not word.startswith("error"):
         word = f"stop {stop}"
     said = agree(word, patience=patience)
@@ -403,7 +406,7 @@ def announced() -> Generator[None]:
         if count() > 1 and error not in _told:
             _told.append(error)
             try:
-                agree(f"gone {_say(error)}", patience=FAILED)
+                agree(f"gone {say(error)}", patience=FAILED)
             except LostHost as lost:
                 if isinstance(error, _jax_error()):
                     raise lost from error
@@ -442,14 +445,15 @@ def _wait(client: Any, folder: str, seconds: float) -> None:
                 lost = re.search(r"[Tt]ask:? ?(\d+)", str(error))
                 who = name(int(lost[1])) if lost else f"{name(0)}, the coordinator,"
                 raise LostHost(
-                    f"{who} is gone ({_say(error)}): the checkpoints are intact, start again"
+                    f"{who} is gone ({say(error)}): the checkpoints are intact, start again"
                 ) from error
             if left <= step:
-                raise LostHost(
-                    f"{', '.join(map(name, late)) or 'a process'} did not answer within "
-                    f"{waited:.0f} s: the checkpoints are intact, start again ({TIMEOUT_VARIABLE} "
-                    "sets the time)"
-                ) from error
+                # Others may be late because they wait for the lost one in a device program.
+                silent = {i for watch in _watches for i in watch.silent(ROUNDS // 2)}
+                words = _unanswered([i for i in late if i in silent] or late, waited)
+                if seconds >= timeout():  # a shorter wait does not prove much
+                    _tell(client, words)
+                raise LostHost(words) from error
             if index() not in late:  # else the others gave up the wait before this one came
                 log.warning("waited %.0f s for %s", waited, ", ".join(map(name, late)))
         else:
@@ -460,19 +464,6 @@ def _late(message: str) -> list[int]:
     """Processes that a failed barrier waited for (jaxlib 0.12: one number per line)."""
     _, _, listed = message.partition("timed out task names:")
     return [int(number) for number in re.findall(r"^(?:/job:\S+task:)?(\d+)$", listed, re.M)]
-
-
-def _say(error: BaseException) -> str:
-    """An error in a few words."""
-    text = " ".join(str(error).split())[:300]
-    if isinstance(error, UserError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _some(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[:8])) + more
 
 
 def _state() -> Any:
