@@ -6,14 +6,14 @@ lies where; nothing else knows.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -34,7 +34,7 @@ from k3jax.sharding.mesh import ROWS
 Attention = Literal["kda", "mla"]
 Mixer = Literal["dense", "moe"]
 Remat = Literal["none", "dots", "full", "routed", "outputs", "offload"]
-KEPT: dict[Remat, tuple[str, ...]] = {  # of units that are recomputed: fields of `Outputs`
+KEPT: dict[Remat, tuple[str, ...]] = {  # of layers that are recomputed: fields of `Outputs`
     "full": (),
     "routed": ("routed",),
     "outputs": ("routed", "attention"),
@@ -61,7 +61,7 @@ class K3Config:
     tie_embeddings: bool  # the head is the transposed embedding
     dtype: str  # compute dtype of activations
     param_dtype: str  # storage dtype of parameters (the master weights in training)
-    # What the backward pass recomputes: nothing; all but matmuls; whole units ("full"); units, but
+    # What the backward pass recomputes: nothing; all but matmuls; whole layers ("full"); layers, but
     # not the outputs of the routed experts ("routed"), nor those of attention ("outputs"); as
     # "outputs", with all that is kept waiting in host memory ("offload").
     remat: Remat
@@ -301,13 +301,11 @@ class Unit(nnx.Module):
         length=None,
         *,
         collect=False,
-        written=False,
-        kept=None,
     ):
-        """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches, stats, outputs), the last three by name."""
-        new_caches, stats, outputs = {}, {}, {}
+        """Apply layers `first`, `first` + 1, ...; returns (bank, prefix, caches, stats), the last two by name."""
+        new_caches, stats = {}, {}
         for j, name in enumerate(self.names):
-            bank, prefix, new_caches[name], stats[name], outputs[name] = getattr(self, name)(
+            bank, prefix, new_caches[name], stats[name], _ = getattr(self, name)(
                 bank,
                 prefix,
                 first + j,
@@ -315,10 +313,8 @@ class Unit(nnx.Module):
                 None if caches is None else caches[name],
                 length,
                 collect=collect,
-                written=written,
-                kept=None if kept is None else kept[name],
             )
-        return bank, prefix, new_caches, stats, outputs
+        return bank, prefix, new_caches, stats
 
 
 def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
@@ -327,9 +323,29 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
     return build(jax.random.split(key, plan.repeats))
 
 
+class Run(NamedTuple):
+    """Equal layers that follow each other in a unit, of which the program has one copy."""
+
+    apply: Callable  # one layer; see `scan_units`
+    names: tuple[str, ...]
+    start: int  # position of the first in the unit
+
+    def scan(self, step: Callable, carry: Any, trees: Any, first: Any, reverse: bool = False):
+        """`_scan` over the layers; `trees` have a leading axis over them."""
+        indices = [first + self.start + j for j in range(len(self.names))]
+        return _scan(step, carry, trees, indices, reverse)
+
+    def stack(self, by_name: dict[str, Any]) -> Any:
+        """What the layers have, with a leading axis over them; little, of parameters that are sharded."""
+        return jax.tree.map(lambda *x: jnp.stack(x), *(by_name[name] for name in self.names))
+
+    def unstack(self, stacked: Any) -> dict[str, Any]:
+        return {name: jax.tree.map(lambda x: x[j], stacked) for j, name in enumerate(self.names)}  # noqa: B023
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def scan_units(
-    apply: Callable,
+    runs: tuple[Run, ...],
     first: tuple[int, ...],
     remat: Remat,
     stacked: Any,
@@ -337,80 +353,109 @@ def scan_units(
     prefix: Array,
     segment_ids: Array | None,
 ):
-    """Scan `apply(params, first, bank, prefix, segment_ids, written=, kept=) -> (bank, prefix, stats, outputs)`.
+    """Scan units of `apply(params, index, bank, prefix, segment_ids, written=, kept=) -> (bank, prefix, stats, outputs)`.
 
-    What is inside a unit is recomputed in the backward pass; saved are the prefix that enters each unit and
-    the *final* bank, once. The bank is append-only and rows that a unit has not seen are masked in it, so its final
+    What is inside a layer is recomputed in the backward pass; saved are the prefix that enters each layer and
+    the *final* bank, once. The bank is append-only and rows that a layer has not seen are masked in it, so its final
     value stands for the value at every step. Plain autodiff of a scan would save one bank per unit.
 
     Args:
-        apply: one unit.
+        runs: the layers of one unit, each run with the `apply` of one of its layers.
         first: absolute index of each unit's first layer.
         remat: "full", or one that saves outputs of layers too, on the device or in host memory.
-        stacked: parameters and buffers, a leading axis over units.
+        stacked: parameters and buffers of each layer by name, a leading axis over units.
         bank, prefix: what flows through depth.
         segment_ids: documents of the tokens.
 
-    Returns: bank, prefix, stats.
+    Returns: bank, prefix, stats by name.
     """
-    step = partial(_unit_step, apply, segment_ids)
-    (bank, prefix), stats = _scan(step, (bank, prefix), stacked, first)
+    step = partial(_forward_step, runs, None, segment_ids)
+    (bank, prefix), (_, stats) = _scan(step, (bank, prefix), stacked, first)
     return bank, prefix, stats
 
 
 def _scan(
-    step: Callable, carry: Any, stacked: Any, first: tuple[int, ...], reverse: bool = False
+    step: Callable, carry: Any, stacked: Any, indices: Sequence[Any], reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Scan `step(carry, (unit, first))`; one unit alone is called directly, with a Python int as layer index."""
-    if len(first) > 1:
-        return jax.lax.scan(step, carry, (stacked, np.array(first, np.int32)), reverse=reverse)
-    carry, ys = step(carry, (jax.tree.map(lambda x: x[0], stacked), first[0]))
+    """Scan `step(carry, (part, index))`; one part alone is called directly, its index as it is."""
+    if len(indices) > 1:
+        xs = stacked, jnp.asarray(indices, jnp.int32)
+        return jax.lax.scan(step, carry, xs, reverse=reverse)
+    carry, ys = step(carry, (jax.tree.map(lambda x: x[0], stacked), indices[0]))
     return carry, jax.tree.map(lambda y: y[None], ys)
 
 
 def _unit_step(apply, segment_ids, carry, xs):
     stacked, first = xs
-    bank, prefix, stats, _ = apply(stacked, first, *carry, segment_ids)
+    bank, prefix, stats = apply(stacked, first, *carry, segment_ids)
     return (bank, prefix), stats
 
 
-def _scan_units_fwd(apply, first, remat, stacked, bank, prefix, segment_ids):
+def _forward_step(runs, remat, segment_ids, carry, xs):
+    """One unit: what the backward pass needs (nothing without `remat`) by run, and the stats."""
+    by_name, first = xs
+    saved, stats = [], {}
+    for run in runs:
+
+        def step(carry, xs, run=run):
+            params, index = xs
+            bank, prefix, stats, outputs = run.apply(params, index, *carry, segment_ids)
+            if remat is None:
+                return (bank, prefix), (None, stats)
+            kept = Outputs(**{field: getattr(outputs, field) for field in KEPT[remat]})
+            return (bank, prefix), ((carry[1], kept), stats)
+
+        carry, (kept, of_run) = run.scan(step, carry, run.stack(by_name), first)
+        saved.append(kept)
+        stats |= run.unstack(of_run)
+    return carry, (saved, stats)
+
+
+def _scan_units_fwd(runs, first, remat, stacked, bank, prefix, segment_ids):
     def step(carry, xs):
-        stacked, first = xs
-        bank, prefix, stats, outputs = apply(stacked, first, *carry, segment_ids)
-        outputs = {
-            name: Outputs(**{field: getattr(layer, field) for field in KEPT[remat]})
-            for name, layer in outputs.items()
-        }
-        saved = carry[1], outputs
+        carry, (saved, stats) = _forward_step(runs, remat, segment_ids, carry, xs)
         if remat == "offload":
             saved = jax.device_put(saved, jax.memory.Space.Host)
-        return (bank, prefix), (saved, stats)
+        return carry, (saved, stats)
 
     (bank, prefix), (saved, stats) = _scan(step, (bank, prefix), stacked, first)
     return (bank, prefix, stats), (stacked, bank, saved, segment_ids)
 
 
-def _scan_units_bwd(apply, first, remat, saved, cotangents):
+def _scan_units_bwd(runs, first, remat, saved, cotangents):
     stacked, bank, saved, segment_ids = saved
     d_bank, d_prefix, _ = cotangents
 
-    def step(carry, xs):
-        (params, saved), index = xs
+    def unit(carry, xs):
+        (by_name, saved), first = xs
         if remat == "offload":
             saved = jax.device_put(saved, jax.memory.Space.Device)
-        prefix, kept = saved
-        _, pull = jax.vjp(
-            lambda p, b, x: apply(p, index, b, x, segment_ids, written=True, kept=kept)[:2],
-            params,
-            bank,
-            prefix,
-        )
-        d_params, *carry = pull(carry)
-        return tuple(carry), d_params
+        gradients = {}
+        for run, saved_of_run in zip(reversed(runs), reversed(saved), strict=True):
+
+            def step(carry, xs, run=run):
+                (params, (prefix, kept)), index = xs
+                _, pull = jax.vjp(
+                    lambda p, b, x: run.apply(p, index, b, x, segment_ids, written=True, kept=kept)[
+                        :2
+                    ],
+                    params,
+                    bank,
+                    prefix,
+                )
+                d_params, *carry = pull(carry)
+                return tuple(carry), d_params
+
+            trees = run.stack(by_name), saved_of_run
+            carry, stacked = run.scan(step, carry, trees, first, reverse=True)
+            # The next layers wait for these gradients: the compiler would put off what no one waits for,
+            # and keep the intermediates of both.
+            carry, stacked = jax.lax.optimization_barrier((carry, stacked))
+            gradients |= run.unstack(stacked)
+        return carry, gradients
 
     (d_bank, d_prefix), d_stacked = _scan(
-        step, (d_bank, d_prefix), (stacked, saved), first, reverse=True
+        unit, (d_bank, d_prefix), (stacked, saved), first, reverse=True
     )
     return d_stacked, d_bank, d_prefix, None
 
@@ -510,7 +555,7 @@ class K3(nnx.Module):
             def cached_step(carry, xs):
                 (params, caches), first = xs
                 unit = nnx.merge(graphdef, params)
-                bank, prefix, caches, stats, _ = unit(
+                bank, prefix, caches, stats = unit(
                     *carry, first, segment_ids, caches, length, collect=collect
                 )
                 return (bank, prefix), (caches, stats)
@@ -520,19 +565,17 @@ class K3(nnx.Module):
             )
             return bank, prefix, caches, stats
 
-        def apply(params, first, bank, prefix, segment_ids, *, written=False, kept=None):
-            unit = nnx.merge(graphdef, params)
-            bank, prefix, _, stats, outputs = unit(
-                bank, prefix, first, segment_ids, collect=collect, written=written, kept=kept
-            )
-            return bank, prefix, stats, outputs
-
         remat = self.cfg.remat
         if remat in KEPT:
-            bank, prefix, stats = scan_units(
-                apply, first, remat, stacked, bank, prefix, segment_ids
-            )
+            runs, by_name = self._runs(plan, collect)
+            bank, prefix, stats = scan_units(runs, first, remat, by_name, bank, prefix, segment_ids)
             return bank, prefix, None, stats
+
+        def apply(params, first, bank, prefix, segment_ids):
+            unit = nnx.merge(graphdef, params)
+            bank, prefix, _, stats = unit(bank, prefix, first, segment_ids, collect=collect)
+            return bank, prefix, stats
+
         if remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
@@ -540,6 +583,28 @@ class K3(nnx.Module):
             partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
         )
         return bank, prefix, None, stats
+
+    def _runs(self, plan: StackPlan, collect: bool) -> tuple[tuple[Run, ...], dict[str, Any]]:
+        """The runs of a stack's units, and the layers' arrays by name."""
+        unit = getattr(self, plan.name)
+        split = {name: nnx.split(getattr(unit, name)) for name in unit.names}
+
+        def apply(graphdef, params, index, bank, prefix, segment_ids, *, written=False, kept=None):
+            layer = nnx.merge(graphdef, params)
+            bank, prefix, _, stats, outputs = layer(
+                bank, prefix, index, segment_ids, collect=collect, written=written, kept=kept
+            )
+            return bank, prefix, stats, outputs
+
+        runs: list[Run] = []
+        for _, members in itertools.groupby(
+            range(plan.size), lambda j: self.cfg.layers[plan.first + j]
+        ):
+            start, *_ = positions = list(members)
+            names = tuple(unit.names[j] for j in positions)
+            runs.append(Run(partial(apply, split[names[0]][0]), names, start))
+        by_name = {name: nnx.to_pure_dict(arrays) for name, (_, arrays) in split.items()}
+        return tuple(runs), by_name
 
     def head_kernel(self) -> Float[Array, "D X"]:
         """Matrix from the final activations to logits, in its storage dtype."""

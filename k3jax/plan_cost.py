@@ -32,6 +32,7 @@ ASSUMPTIONS = (
     "per hop; gathers use all dimensions of the torus that their group spans, both ways around a ring",
     "exchanges (all-to-all): balanced experts; bound by the bisection of the group's part of the torus",
     "hbm: operands and results of every op of the compiled program once",
+    "SparseCores: not compiled for; gathers run on the TensorCore of the compiled program",
     "not in it: host input, stragglers, launch gaps, collectives that slow compute down beside them",
 )
 

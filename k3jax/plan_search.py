@@ -113,21 +113,19 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
         latent = moe.latent_dim or model.width
         layer += moe.num_active * (2 * latent + 3 * moe.ffn_dim) * itemsize
         layer += 3 * moe.num_shared * moe.ffn_dim / tensor * itemsize
-    plans = plan_stacks(model)
     rows = model.attn_res.num_rows(model.num_layers)
-    units, largest = sum(plan.repeats for plan in plans), max(plan.size for plan in plans)
     names, on_host = KEPT.get(model.remat, ()), model.remat == "offload"
     kept = 2 * rows * model.width
     if not on_host:
-        kept += units * model.width
+        kept += model.num_layers * model.width
         if "attention" in names:
             kept += model.num_layers * model.width
         if "routed" in names and model.moe is not None:
             kept += (model.num_layers - model.num_dense_layers) * (
                 model.moe.latent_dim or model.width
             )
-    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, largest)
-    gathered = largest * _layer_entries(cfg, sizes) * (itemsize + 4)
+    alive = {"none": model.num_layers, "dots": model.num_layers / 2}.get(model.remat, 1)
+    gathered = _layer_entries(cfg, sizes) * (itemsize + 4)
     return tokens * (kept * itemsize + alive * layer) + gathered
 
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.sharding.annotate import axis_index, axis_size
-from k3jax.sharding.counting_sort import Sorted, running_sum, stable_sort
+from k3jax.sharding.counting_sort import running_sum, stable_sort
 
 AXIS = "expert"
+SLAB = 512  # arrivals that are added up at a time
 Transport = Literal["ragged", "padded"]
 
 
@@ -138,7 +139,7 @@ class Round(NamedTuple):
     arrival: Int[Array, " rows"]  # of each row, in the order of experts; beyond the last: `room`
     choice: Int[Array, " rows"]  # which of all tokens' choices it is
     rows: Int[Array, "room A"]  # those of each arrival; behind them `rows`
-    by_count: Sorted  # arrivals by number of rows, those with most first
+    most_first: Int[Array, " room+"]  # arrivals by number of rows; behind them numbers beyond
 
     def arrive(self, x: Float[Array, "pairs L"], way: Way) -> Float[Array, "room L"]:
         """Inputs, or gradients of sums, from their sources; anything behind them."""
@@ -159,21 +160,29 @@ class Round(NamedTuple):
         return weights.reshape(-1).at[self.choice].get(mode="fill", fill_value=0)
 
     def gather(self, y: Float[Array, "rows L"], way: Way) -> Float[Array, "room L"]:
-        """Float32 sum over each arrival's rows, rounded; no scatter, as for `combine_rows`.
+        """Float32 sum over each arrival's rows, rounded; no scatter-add, as for `combine_rows`.
 
-        Few arrivals have many rows: of `rows` rows, those behind the first rows / (n + 1) of
-        `by_count` have n at most. So steps of widths 1, 2, 4, ... read few rows that are not there.
+        Most arrivals have one row, or a few have many: the others are added up some arrivals at a
+        time, those with most rows first, so that few rows are read that are not there.
         """
-        largest, place, _ = self.by_count
-        rows, high, width, parts = y.shape[0], largest.shape[0], 1, []
-        while high:
-            width = min(width, way.most)
-            low = 0 if width == way.most else min(rows // (width + 1), high)
-            row = self.rows[largest[low:high], :width]
-            found = y.at[row].get(mode="fill", fill_value=0)
-            parts.append(found.astype(jnp.float32).sum(1).astype(y.dtype))
-            high, width = low, 2 * width
-        return jnp.concatenate(parts[::-1])[place]
+        sums = y.at[self.rows[:, 0]].get(mode="fill", fill_value=0)
+        if way.most == 1:
+            return sums
+        slab = min(SLAB, way.room)
+
+        def add(n, sums):
+            these = jax.lax.dynamic_slice_in_dim(self.most_first, n * slab, slab)
+            rows = self.rows.at[these].get(mode="fill", fill_value=y.shape[0])
+
+            def nth(k, total):
+                return total + y.at[rows[:, k]].get(mode="fill", fill_value=0)
+
+            count = (rows[0] < y.shape[0]).sum()
+            total = jax.lax.fori_loop(0, count, nth, jnp.zeros((slab, *y.shape[1:]), jnp.float32))
+            return sums.at[these].set(total.astype(y.dtype), mode="drop", unique_indices=True)
+
+        several = (self.rows[:, 1] < y.shape[0]).sum()
+        return jax.lax.fori_loop(0, -(-several // slab), add, sums)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -236,6 +245,8 @@ def plan_round(
     arrival = jnp.where(used, order // active, way.room)
     choice = token.at[arrival].get(mode="fill", fill_value=0) * active + order % active
     nowhere = every * active + jnp.arange(way.room_rows)  # each another one, for a scatter
+    most_first = stable_sort((~here).sum(1), active + 1).order
+    beyond = way.room + jnp.arange(-way.room % min(SLAB, way.room), dtype=most_first.dtype)
     found = Round(
         sent,
         place,
@@ -244,6 +255,6 @@ def plan_round(
         arrival,
         jnp.where(used, choice, nowhere),
         jnp.sort(jnp.where(here, inverse.reshape(here.shape), way.room_rows), 1, stable=False),
-        stable_sort((~here).sum(1), active + 1),
+        jnp.concatenate([most_first, beyond]),
     )
     return found, end, told[:, -1].any()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -141,11 +142,33 @@ def scale_by_per_head_muon(
 
     def orthogonalize_all(updates, params):
         del params
-        return jax.tree.map_with_path(
-            lambda path, x: orthogonalize(x, blocks[path_name(path)], ns_dtype), updates
-        )
+        leaves, tree = jax.tree.flatten_with_path(updates)
+        alike = defaultdict(list)
+        for i, (path, x) in enumerate(leaves):
+            cut = blocks[path_name(path)]
+            alike[cut, _kind(x, cut) or i].append(i)
+        result: list[Array | None] = [None] * len(leaves)
+        for (cut, _), members in alike.items():
+            xs = [leaves[i][1] for i in members]
+            ends = np.cumsum([len(x) for x in xs])
+            o = orthogonalize(jnp.concatenate(xs) if len(xs) > 1 else xs[0], cut, ns_dtype)
+            for i, part in zip(members, jnp.split(o, ends[:-1]), strict=True):
+                result[i] = part
+        return tree.unflatten(result)
 
     return optax.chain(optax.trace(momentum, nesterov), optax.stateless(orthogonalize_all))
+
+
+def _kind(x: Array, blocks: Blocks) -> tuple | None:
+    """What weights have in common whose matrices can be worked on as one array, along axis 0.
+
+    Layers of one kind do, in whichever stack they are: the program has one iteration for all of them,
+    and a mesh shares out more matrices at once. None: axis 0 belongs to a matrix, or is sharded.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if -x.ndim in (*blocks.inputs, *blocks.outputs) or (spec and spec[0] is not None):
+        return None
+    return x.shape[1:], x.dtype, spec
 
 
 def path_name(path: tuple) -> str:
