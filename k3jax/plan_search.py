@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from k3jax.configs.experiment import ExperimentConfig
-from k3jax.model import KEPT, K3Config, plan_stacks
+from k3jax.model import KEPT, K3Config
 from k3jax.optim.build import OptimConfig
 from k3jax.plan_cost import (
     Collective,

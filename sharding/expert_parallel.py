@@ -7,8 +7,8 @@ each, so that a rank knows what will arrive and where it belongs.
 
 Tokens travel in *rounds*: a rank has room for a fixed number of arrivals, and of rows, in one. It
 takes as many of its arrivals, in their order, as fit in both, and tells the others, who agree whether
-there is a further round. So a rank in demand costs rounds; it never costs a row, memory, or a wait
-for the host.
+there is a further round, of a part of that room. So a rank in demand costs rounds; it never costs a
+row, memory, or a wait for the host.
 
 What the experts are is an argument, `Op`. Forward and backward pass are written out here, for the
 sake of memory: the input of the exchange is kept, not the copies that it becomes, which travel again
@@ -200,12 +200,13 @@ def choose_transport() -> Transport:
 def _rounds(
     turn: Callable[..., Any], known: Survey, way: Way, begin: Array, more: Array, state: Any
 ):
-    """The rounds after the first, of which there are usually none."""
+    """The rounds after the first, of which there are usually none: `turn(trip, its way, *state)`."""
+    way = way.further
 
     def body(carry):
         begin, _, state = carry
         trip, begin, more = plan_round(begin, known, way)
-        return begin, more, turn(trip, *state)
+        return begin, more, turn(trip, way, *state)
 
     return jax.lax.while_loop(lambda carry: carry[1], body, (begin, more, state))[2]
 
@@ -227,15 +228,15 @@ def _forward(run, way, z, weights, ids, matrices):
     known, every = survey(ids, way), jax.lax.all_gather(weights, AXIS, tiled=True)
     sent = dispatch_rows(z, known.pairs)
 
-    def turn(trip, y):
+    def turn(trip, way, y):
         x = trip.arrive(sent, way)
         done, saved = run(trip.spread(x), trip.pick(every), trip.group_sizes, matrices)
         return trip.leave(trip.gather(done, way), y, way), (x if way.keep_rows else None, saved)
 
     # The first round lies in the open: the compiler may lay it beside what does not depend on it.
     first, begin, more = plan_round(start(known, way), known, way)
-    y, saved = turn(first, jnp.zeros_like(sent))
-    (y,) = _rounds(lambda trip, y: turn(trip, y)[:1], known, way, begin, more, (y,))
+    y, saved = turn(first, way, jnp.zeros_like(sent))
+    (y,) = _rounds(lambda *args: turn(*args)[:1], known, way, begin, more, (y,))
     return combine_rows(y, known.pairs, weights), (known, every, (first, begin, more), saved)
 
 
@@ -251,7 +252,7 @@ def _exchange_bwd(op, way, residuals, du):
     z, du = jax.lax.optimization_barrier((z, du))
     sent, d_sums = dispatch_rows(z, known.pairs), dispatch_rows(du.astype(z.dtype), known.pairs)
 
-    def turn(trip, dz, dp, kept=None):
+    def turn(trip, way, dz, dp, kept=None):
         x = None if kept is None else kept[0]
         x = trip.spread(trip.arrive(sent, way) if x is None else x)
         p, sizes = trip.pick(every), trip.group_sizes
@@ -261,11 +262,12 @@ def _exchange_bwd(op, way, residuals, du):
         dz = trip.leave(trip.gather(dx, way), dz, way)
         return dz, dp.at[trip.choice].set(dq, mode="drop", unique_indices=True), dm
 
-    def add(trip, dz, dp, total):
-        dz, dp, dm = turn(trip, dz, dp)
+    def add(trip, way, dz, dp, total):
+        dz, dp, dm = turn(trip, way, dz, dp)
         return dz, dp, jax.tree.map(lambda total, d: total + d.astype(total.dtype), total, dm)
 
-    dz, dp, dm = turn(first, jnp.zeros_like(sent), jnp.zeros_like(every.reshape(-1)), kept)
+    dz, dp = jnp.zeros_like(sent), jnp.zeros_like(every.reshape(-1))
+    dz, dp, dm = turn(first, way, dz, dp, kept)
     total = jax.tree.map(lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), dm)
     dz, dp, total = _rounds(add, known, way, begin, more, (dz, dp, total))
     dp = jax.lax.psum_scatter(dp.reshape(every.shape), AXIS, tiled=True)

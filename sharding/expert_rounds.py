@@ -17,6 +17,7 @@ from k3jax.sharding.annotate import axis_index, axis_size
 from k3jax.sharding.counting_sort import running_sum, stable_sort
 
 AXIS = "expert"
+FURTHER = 4  # of the first round's room, which they also need memory for, further rounds have 1/4
 SLAB = 512  # arrivals that are added up at a time
 Transport = Literal["ragged", "padded"]
 
@@ -63,6 +64,13 @@ class Way(NamedTuple):
     @property
     def room_rows(self) -> int:
         return self.rows * axis_size(AXIS)
+
+    @property
+    def further(self) -> "Way":
+        """Of the rounds after the first: what did not fit there is little as a rule."""
+        arrivals = -(-self.arrivals // FURTHER)
+        rows = max(min(-(-self.rows // FURTHER), arrivals * self.most), self.most)
+        return self._replace(arrivals=arrivals, rows=rows)
 
     @property
     def lanes(self) -> int:
