@@ -500,7 +500,7 @@ def test_a_process_that_is_stopped_is_named_wherever_the_others_are(stopped, whe
             time.sleep(0.05)
         began = time.monotonic()
         while sum(process.poll() is None for process in group.processes) > 1:
-            assert time.monotonic() - began < 40
+            assert time.monotonic() - began < 120
             time.sleep(0.05)
     finally:
         group.processes[stopped].kill()
@@ -508,7 +508,7 @@ def test_a_process_that_is_stopped_is_named_wherever_the_others_are(stopped, whe
     for rank, (code, output) in enumerate(found):
         if rank != stopped:
             assert code == hosts.LOST_STATUS, output[-4000:]
-            words = rf"^(k3jax|error): process {stopped} on \S+ did not answer within 1\d s"
+            words = rf"^(k3jax|error): process {stopped} on \S+ did not answer within \d+ s"
             assert re.search(words, output, re.M), output[-4000:]
             assert "Terminating process" not in output  # JAX's own end, which names no host
 
