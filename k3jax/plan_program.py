@@ -85,7 +85,9 @@ def compile_step(
     command = [sys.executable, "-m", "k3jax.plan_program", str(folder / "spec.json")]
     begin = time.monotonic()
     with (folder / "log.txt").open("w+", errors="replace") as log:
-        child = subprocess.Popen(command, env=environment(FLAGS), stdout=log, stderr=log)
+        # glibc gives every thread of the compiler an arena, and what one frees no other uses.
+        env = {**environment(FLAGS), "MALLOC_ARENA_MAX": "2"}
+        child = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
             while child.poll() is None:
                 stage = folder / "stage"
@@ -157,9 +159,9 @@ def main(spec: Mapping[str, Any]) -> None:
     arguments = {
         "parameters": held(state.params),
         "optimizer": held(state.opt_state),
-        "buffers": held(state.buffers),
         "batch": held(batch),
     }
+    arguments["buffers"] = held(state) - arguments["parameters"] - arguments["optimizer"]
     with jax.set_mesh(mesh):
         stage("tracing")
         step = jax.jit(  # as the training loop does

@@ -92,15 +92,13 @@ def _plain(model: K3Config) -> K3Config:
 
 
 def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
-    """Bytes of one pass on one device: what depth keeps, and the working set of one unit of layers.
+    """Bytes of one pass on one device: what depth keeps, and the working set of one layer.
 
-    Of the unit the parameters are gathered, and their gradients whole in float32: the compiler
-    moves all of its gathers and scatters together. Kept are the bank with its cotangent and the prefix that enters each unit. The working set are the
-    intermediates that a layer's backward pass reads, from the shapes of the layers: 30 bytes per
-    channel of KDA's heads, inputs, outputs and hidden values of the routed rows and shared experts.
-    Compiled for kimi_k3 on tpu7x:8x16x16, fsdp 256 x expert 16, the temporaries were 96.4 and 129.7
-    GiB with one row of 8,192 tokens a device and two; with the gradients this gives 93.1 and 128.8.
-    "outputs" with two rows needed 152 GiB in all: what it keeps comes on top, no working set goes.
+    The layer's parameters are gathered, and their gradients whole in float32. Kept are the bank with
+    its cotangent and the prefix that enters each layer. The working set are the intermediates of the
+    layer's backward pass: 30 bytes per channel of KDA's heads, and per routed row 12 times the latent
+    and 10 times the hidden values, which is what fits the compiled step of kimi_k3 on tpu7x:8x16x16
+    (fsdp 256 x expert 16, two rows of 8,192 tokens a device: 79.5 GiB; this gives 80.8).
     """
     model = cfg.model
     tokens = cfg.batch_size // cfg.accumulation * cfg.seq_len
@@ -111,7 +109,7 @@ def activation_bytes(cfg: ExperimentConfig, sizes: Mapping[str, int]) -> float:
     if model.moe is not None:
         moe = model.moe
         latent = moe.latent_dim or model.width
-        layer += moe.num_active * (2 * latent + 3 * moe.ffn_dim) * itemsize
+        layer += moe.num_active * (12 * latent + 10 * moe.ffn_dim) * itemsize
         layer += 3 * moe.num_shared * moe.ffn_dim / tensor * itemsize
     rows = model.attn_res.num_rows(model.num_layers)
     names, on_host = KEPT.get(model.remat, ()), model.remat == "offload"
