@@ -478,16 +478,15 @@ STUCK = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stopped", "where"),
     [
-        (1, ("agree", "")),
-        (1, ("device", "")),
-        (0, ("", "agree")),
-        (0, ("", "device")),
-        (2, ("agree", "device", "")),
-        (2, ("device", "agree", "")),
+        pytest.param(1, ("agree", ""), marks=pytest.mark.long),
+        pytest.param(1, ("device", ""), marks=pytest.mark.slow),
+        pytest.param(0, ("", "agree"), marks=pytest.mark.long),
+        pytest.param(0, ("", "device"), marks=pytest.mark.slow),
+        pytest.param(2, ("agree", "device", ""), marks=pytest.mark.slow),
+        pytest.param(2, ("device", "agree", ""), marks=pytest.mark.long),
     ],
 )
 def test_a_process_that_is_stopped_is_named_wherever_the_others_are(stopped, where):
