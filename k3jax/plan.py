@@ -430,7 +430,7 @@ def advice(made: Plan) -> list[str]:
                 f"{free}: --accumulation {max(cfg.accumulation // 2, 1)} makes passes larger"
             )
         elif cfg.model.remat in ("full", "offload"):
-            found.append(f"{free}: --model.remat dots repeats less, or use fewer devices")
+            found.append(f"{free}: --model.remat routed repeats less, or use fewer devices")
     if t.bound == "hbm":
         found.append("memory traffic bounds the step: more tokens per device and pass amortise the "
                      "weights that each pass reads")  # fmt: skip

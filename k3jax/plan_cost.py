@@ -14,7 +14,8 @@ import numpy as np
 
 from k3jax.errors import UserError
 from k3jax.flops import forward_flops_per_token, parameter_counts, peak_flops
-from k3jax.model import KEPT, K3Config
+from k3jax.layers.recompute import KEPT
+from k3jax.model import K3Config
 from k3jax.optim.build import OptimConfig, optimizer_table
 from k3jax.pallas_kernels.tpu_cost import CHIPS as CORES
 from k3jax.sharding.mesh import AXES, place

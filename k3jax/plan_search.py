@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from k3jax.configs.experiment import ExperimentConfig
-from k3jax.model import KEPT, K3Config
+from k3jax.layers.recompute import KEPT
+from k3jax.model import K3Config
 from k3jax.optim.build import OptimConfig
 from k3jax.plan_cost import (
     Collective,
