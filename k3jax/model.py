@@ -309,12 +309,6 @@ def _build_stack(cfg: K3Config, plan: StackPlan, key: Array) -> Unit:
     return build(jax.random.split(key, plan.repeats))
 
 
-def _unit_step(apply, segment_ids, carry, xs):
-    stacked, first = xs
-    bank, prefix, stats = apply(stacked, first, *carry, segment_ids)
-    return (bank, prefix), stats
-
-
 class Embedding(nnx.Module):
     """Token table."""
 
@@ -423,17 +417,16 @@ class K3(nnx.Module):
             bank, prefix, stats = scan_units(runs, first, remat, by_name, bank, prefix, segment_ids)
             return bank, prefix, None, stats
 
-        def apply(params, first, bank, prefix, segment_ids):
+        def step(carry, xs):
+            params, first = xs
             unit = nnx.merge(graphdef, params)
-            bank, prefix, _, stats = unit(bank, prefix, first, segment_ids, collect=collect)
-            return bank, prefix, stats
+            bank, prefix, _, stats = unit(*carry, first, segment_ids, collect=collect)
+            return (bank, prefix), stats
 
         if remat == "dots":
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-        (bank, prefix), stats = scan(
-            partial(_unit_step, apply, segment_ids), (bank, prefix), stacked, first
-        )
+            step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+        (bank, prefix), stats = scan(step, (bank, prefix), stacked, first)
         return bank, prefix, None, stats
 
     def _runs(self, plan: StackPlan, collect: bool) -> tuple[tuple[Run, ...], dict[str, Any]]:
