@@ -63,6 +63,7 @@ def kimi_k3_model() -> K3Config:
             num_active_groups=1,
             balancing="quantile_histogram",  # [report, 2.3.3]
             num_bins=1000,  # [report, App. D]
+            weights="plain",
         ),
         activation=ActivationConfig(kind="situ", gate_cap=4.0, up_cap=25.0),
         attn_res=AttnResConfig(kind="block", block_size=12),

@@ -1,11 +1,11 @@
 """Official checkpoint names and layouts to the parameter tree and back (checkpoint format, sections 2, 4 and 6).
 
-Unquantised tensors. One table, `layer_entries` and `model_entries`, says for every official tensor where it lives and how it is
-laid out; reading, writing and auditing all walk that table.
+One table, `layer_entries` and `model_entries`, says for every official tensor where it lives, how it is laid out and what
+type it has; reading, writing and auditing all walk that table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
 from k3jax.model import K3Config, locate, plan_stacks
+from k3jax.pallas_kernels.mxfp4 import GROUP
 
 Tree = dict  # nested dict of arrays
 
@@ -24,6 +25,7 @@ class Entry(NamedTuple):
     path: leaf in the layer's (or the model's) parameter tree.
     shape: official shape.
     load, save: official array -> our layout, and back.
+    dtype: float32 whatever the checkpoint, uint8, or "plain": the one type of all its other tensors.
     expert: position on the leaf's expert axis, if the leaf stacks experts.
     buffer: the leaf is a buffer, not a parameter.
     """
@@ -33,14 +35,20 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     load: Callable[[np.ndarray], np.ndarray]
     save: Callable[[np.ndarray], np.ndarray]
+    dtype: Literal["plain", "float32", "uint8"] = "plain"
     expert: int | None = None
     buffer: bool = False
 
 
-def _vector(
-    name: str, path: str, *shape: int, official: tuple[int, ...] | None = None, buffer: bool = False
+def _same(
+    name: str,
+    path: str,
+    *shape: int,
+    official: tuple[int, ...] | None = None,
+    dtype: Literal["plain", "float32", "uint8"] = "plain",
+    buffer: bool = False,
 ) -> Entry:
-    """The same values under another shape."""
+    """The same values in the same order, under another shape if `official` is given."""
     official = official or shape
     return Entry(
         name,
@@ -48,13 +56,12 @@ def _vector(
         official,
         lambda x: x.reshape(shape),
         lambda x: x.reshape(official),
+        dtype,
         buffer=buffer,
     )
 
 
-def _linear(
-    name: str, path: str, ins: tuple[int, ...], outs: tuple[int, ...], expert: int | None = None
-) -> Entry:
+def _linear(name: str, path: str, ins: tuple[int, ...], outs: tuple[int, ...]) -> Entry:
     """Official [out, in] to [*in, *out]: transposed, with heads split off (head-major rows and columns)."""
     rows, cols = int(np.prod(outs)), int(np.prod(ins))
     return Entry(
@@ -63,7 +70,6 @@ def _linear(
         (rows, cols),
         lambda x: np.ascontiguousarray(x.T).reshape(*ins, *outs),
         lambda x: np.ascontiguousarray(x.reshape(cols, rows).T),
-        expert,
     )
 
 
@@ -89,6 +95,7 @@ def _a_log(cfg: KDAConfig, padded: bool) -> Entry:
         (size,),
         load,
         lambda x: np.pad(x, (0, size - heads)),
+        "float32",
     )
 
 
@@ -104,6 +111,7 @@ def _kda_entries(cfg: KDAConfig, d: int, padded_a_log: bool) -> Iterator[Entry]:
                 (h * k, 1, w),
                 lambda x, w=w: np.ascontiguousarray(x.reshape(h, k, w).transpose(2, 0, 1)),
                 lambda x, w=w: np.ascontiguousarray(x.transpose(1, 2, 0)).reshape(h * k, 1, w),
+                "float32",
             )
     if cfg.gate_rank is None:
         yield _kernel("self_attn.f_proj", (d,), (h, k))
@@ -112,13 +120,13 @@ def _kda_entries(cfg: KDAConfig, d: int, padded_a_log: bool) -> Iterator[Entry]:
         yield _kernel("self_attn.f_b_proj", (cfg.gate_rank,), (h, k))
     yield _kernel("self_attn.b_proj", (d,), (h,))
     yield _a_log(cfg, padded_a_log)
-    yield _vector("self_attn.dt_bias", "self_attn/dt_bias", h, k, official=(h * k,))
+    yield _same("self_attn.dt_bias", "self_attn/dt_bias", h, k, official=(h * k,), dtype="float32")
     if cfg.out_gate_rank is None:
         yield _kernel("self_attn.g_proj", (d,), (h, k))
     else:
         yield _kernel("self_attn.g_a_proj", (d,), (cfg.out_gate_rank,))
         yield _kernel("self_attn.g_b_proj", (cfg.out_gate_rank,), (h, k))
-    yield _vector("self_attn.o_norm.weight", "self_attn/o_norm/weight", k)
+    yield _same("self_attn.o_norm.weight", "self_attn/o_norm/weight", k, dtype="float32")
     yield _kernel("self_attn.o_proj", (h, k), (d,))
 
 
@@ -128,12 +136,10 @@ def _mla_entries(cfg: MLAConfig, d: int) -> Iterator[Entry]:
         yield _kernel("self_attn.q_proj", (d,), (h, qk))
     else:
         yield _kernel("self_attn.q_a_proj", (d,), (cfg.q_rank,))
-        yield _vector(
-            "self_attn.q_a_layernorm.weight", "self_attn/q_a_layernorm/weight", cfg.q_rank
-        )
+        yield _same("self_attn.q_a_layernorm.weight", "self_attn/q_a_layernorm/weight", cfg.q_rank)
         yield _kernel("self_attn.q_b_proj", (cfg.q_rank,), (h, qk))
     yield _kernel("self_attn.kv_a_proj_with_mqa", (d,), (cfg.kv_rank + cfg.qk_shared_dim,))
-    yield _vector("self_attn.kv_a_layernorm.weight", "self_attn/kv_a_layernorm/weight", cfg.kv_rank)
+    yield _same("self_attn.kv_a_layernorm.weight", "self_attn/kv_a_layernorm/weight", cfg.kv_rank)
     yield _kernel("self_attn.kv_b_proj", (cfg.kv_rank,), (h, cfg.qk_nope_dim + v))
     if cfg.out_gate:
         yield _kernel("self_attn.g_proj", (d,), (h, v))
@@ -146,27 +152,35 @@ def _feed_forward_entries(module: str, d: int, f: int) -> Iterator[Entry]:
     yield _kernel(f"{module}.down_proj", (f,), (d,))
 
 
+def _expert_entries(weights: str, module: str, latent: int, f: int) -> Iterator[Entry]:
+    """Tensors of one routed expert, whose number is missing in the names."""
+    for leaf, ins, outs in (("w1", latent, f), ("w3", latent, f), ("w2", f, latent)):
+        name, path = f"{module}.experts.{{}}.{leaf}", f"{module}/experts/{leaf}"
+        if weights == "plain":
+            yield _linear(f"{name}.weight", path, (ins,), (outs,))
+            continue
+        for part, size in (("packed", ins // 2), ("scale", ins // GROUP)):
+            yield _same(
+                f"{name}.weight_{part}", f"{path}/{part}", outs, size, dtype="uint8", buffer=True
+            )
+
+
 def moe_entries(cfg: LatentMoEConfig, d: int, module: str = "block_sparse_moe") -> Iterator[Entry]:
     """Official tensors of one expert layer."""
     e, f, latent = cfg.num_experts, cfg.ffn_dim, cfg.latent_dim or d
     yield _kernel(f"{module}.gate", (d,), (e,))
-    yield _vector(f"{module}.gate.e_score_correction_bias", f"{module}/router_bias", e, buffer=True)
+    bias = f"{module}.gate.e_score_correction_bias"
+    yield _same(bias, f"{module}/router_bias", e, dtype="float32", buffer=True)
     if cfg.latent_dim is not None:
         yield _kernel(f"{module}.routed_expert_down_proj", (d,), (latent,))
         yield _kernel(f"{module}.routed_expert_up_proj", (latent,), (d,))
     if cfg.latent_norm:
-        yield _vector(
+        yield _same(
             f"{module}.routed_expert_norm.weight", f"{module}/routed_expert_norm/weight", latent
         )
-    for expert in range(e):
-        for leaf, ins, outs in (("w1", latent, f), ("w3", latent, f), ("w2", f, latent)):
-            yield _linear(
-                f"{module}.experts.{expert}.{leaf}.weight",
-                f"{module}/experts/{leaf}",
-                (ins,),
-                (outs,),
-                expert,
-            )
+    for entry in _expert_entries(cfg.weights, module, latent, f):
+        # "experts.{}.w1.weight": the layout is one for all experts
+        yield from (entry._replace(name=entry.name.format(j), expert=j) for j in range(e))
     if cfg.num_shared:
         yield from _feed_forward_entries(f"{module}.shared_experts", d, f * cfg.num_shared)
 
@@ -176,11 +190,11 @@ def layer_entries(cfg: K3Config, index: int, *, padded_a_log: bool) -> Iterator[
     attention, mixer = cfg.layers[index]
     d = cfg.width
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield _vector(f"{norm}.weight", f"{norm}/weight", d)
+        yield _same(f"{norm}.weight", f"{norm}/weight", d)
     if cfg.attn_res.kind != "none":
         for site in ("self_attention_res", "mlp_res"):
-            yield _vector(f"{site}_norm.weight", f"{site}/norm/weight", d)
-            yield _vector(f"{site}_proj.weight", f"{site}/proj", d, official=(1, d))
+            yield _same(f"{site}_norm.weight", f"{site}/norm/weight", d)
+            yield _same(f"{site}_proj.weight", f"{site}/proj", d, official=(1, d))
     yield from (
         _kda_entries(cfg.kda, d, padded_a_log) if attention == "kda" else _mla_entries(cfg.mla, d)
     )
@@ -194,13 +208,11 @@ def layer_entries(cfg: K3Config, index: int, *, padded_a_log: bool) -> Iterator[
 def model_entries(cfg: K3Config) -> Iterator[Entry]:
     """Official tensors outside the layers."""
     d, x = cfg.width, cfg.vocab_size
-    yield _vector("model.embed_tokens.weight", "embed_tokens/embedding", x, d)
-    yield _vector("model.norm.weight", "norm/weight", d)
+    yield _same("model.embed_tokens.weight", "embed_tokens/embedding", x, d)
+    yield _same("model.norm.weight", "norm/weight", d)
     if cfg.attn_res.kind != "none":
-        yield _vector("model.output_attn_res_norm.weight", "output_attn_res/norm/weight", d)
-        yield _vector(
-            "model.output_attn_res_proj.weight", "output_attn_res/proj", d, official=(1, d)
-        )
+        yield _same("model.output_attn_res_norm.weight", "output_attn_res/norm/weight", d)
+        yield _same("model.output_attn_res_proj.weight", "output_attn_res/proj", d, official=(1, d))
     if not cfg.tie_embeddings:
         yield _linear("lm_head.weight", "lm_head/kernel", (d,), (x,))
 

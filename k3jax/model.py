@@ -354,6 +354,7 @@ class K3(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         state: DecodeState | None = None,
         collect: bool = False,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Stats, DecodeState | None]:
         """Activations after the final norm: what the head and the loss read.
 
@@ -363,12 +364,17 @@ class K3(nnx.Module):
                 With `state`, ids are 1 for real tokens and 0 for padding, which must lie on the right.
             state: decode caches of the tokens before these; without it every row starts afresh.
             collect: also return what balancing and QK-Clip need.
+            embeddings: what enters the first layer in place of the tokens' own rows, for example with the features
+                of images among them; of `tokens` then only the number counts.
 
         Returns: activations in the compute dtype, stats (empty entries unless `collect`), the state after the last
         real token (None if none was given).
         """
         cfg = self.cfg
-        prefix = self.embed_tokens(tokens, cfg.dtype)
+        if embeddings is None:
+            prefix = self.embed_tokens(tokens, cfg.dtype)
+        else:
+            prefix = embeddings.astype(cfg.dtype)
         documents = None if segment_ids is None else gather_tokens(segment_ids)
         bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
         caches, stats = {}, {}

@@ -179,6 +179,7 @@ def config_from_official(
             num_active_groups=c["topk_group"],
             balancing="quantile_histogram" if k3 else "none",
             num_bins=1000,
+            weights="plain",  # the tensors decide, not the config (see the audit)
         ),
         activation=ActivationConfig(
             kind="situ" if situ else "swiglu",

@@ -138,7 +138,7 @@ def make_gradients(
     On a mesh this is the region: every device adds up the gradients of its rows and tokens over all
     micro-batches, and only then are those of replicated parameters summed over the devices.
     """
-    graphdef, params, buffers = abstract_model(model)
+    graphdef, _, _ = abstract_model(model)
 
     def loss(params, buffers, rows, total):
         sums, stats = _forward(merge(graphdef, params, buffers), rows, token_bytes, collect=True)
@@ -162,12 +162,11 @@ def make_gradients(
     specs = None
     if mesh is None:
         return gradients
-    specs = _parameter_specs(model, mesh)
-    everywhere = jax.tree.map(lambda _: PartitionSpec(), buffers)
+    specs, buffer_specs = _model_specs(model, mesh)
     return region(
         gradients,
         mesh,
-        in_specs=(specs, everywhere, batch_sharding(mesh).spec),
+        in_specs=(specs, buffer_specs, batch_sharding(mesh).spec),
         out_specs=(specs, PartitionSpec(), PartitionSpec(), _stats_specs(model, mesh)),
     )
 
@@ -185,7 +184,7 @@ def make_eval_step(
     Returns: a function of parameters, router biases and one batch of int32 [B, T] "tokens" and
         "segment_ids". It gives "nats", "tokens" and "bytes": add them over batches, then divide.
     """
-    graphdef, _, buffers = abstract_model(cfg.model)
+    graphdef, _, _ = abstract_model(cfg.model)
 
     def eval_step(params, buffers, batch):
         rows = {
@@ -196,16 +195,16 @@ def make_eval_step(
         return {"nats": sums.nats, "tokens": sums.tokens, "bytes": sums.bytes}
 
     if mesh is not None:
-        everywhere = jax.tree.map(lambda _: PartitionSpec(), buffers)
-        specs = (_parameter_specs(cfg.model, mesh), everywhere, rows_sharding(mesh).spec)
+        specs = (*_model_specs(cfg.model, mesh), rows_sharding(mesh).spec)
         eval_step = region(eval_step, mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(eval_step)
 
 
-def _parameter_specs(model: K3Config, mesh: Mesh) -> dict:
-    """Placement of the parameters, as in `abstract_state`."""
+def _model_specs(model: K3Config, mesh: Mesh) -> tuple[dict, dict]:
+    """Placement of parameters and buffers, as in `abstract_state`."""
     graphdef, params, buffers = abstract_model(model)
-    return state_specs(params, logical_axes(merge(graphdef, params, buffers)), mesh.shape)
+    axes = logical_axes(merge(graphdef, params, buffers))
+    return state_specs(params, axes, mesh.shape), state_specs(buffers, axes, mesh.shape)
 
 
 def _stats_specs(model: K3Config, mesh: Mesh) -> Any:

@@ -102,10 +102,12 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def logical_axes(model: nnx.Module) -> dict[str, tuple[str | None, ...]]:
-    """Logical axes of every parameter by path "a/b/c"; stacked parameters get "layers" in front."""
+    """Logical axes of every variable that has them, by path "a/b/c"; stacked ones get "layers" in front."""
     axes = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        names = variable.get_metadata()["logical_axes"]
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        names = variable.get_metadata().get("logical_axes")
+        if names is None:  # a buffer that lies whole on every device
+            continue
         stacked = len(variable.shape) - len(names)
         axes["/".join(map(str, path))] = ("layers",) * stacked + tuple(names)
     return axes

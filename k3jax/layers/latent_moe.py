@@ -7,12 +7,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
 from k3jax.pallas_kernels.grouped_matmul import experts, experts_backward, experts_forward
+from k3jax.pallas_kernels.grouped_matmul.composed import experts as composed_experts
+from k3jax.pallas_kernels.mxfp4 import GROUP, grouped_matmul_mxfp4
 from k3jax.sharding.annotate import (
     Buffer,
     axis_size,
@@ -41,6 +43,9 @@ class LatentMoEConfig:
     num_active_groups: int  # groups whose experts may be chosen
     balancing: Balancing  # how the selection biases follow the load
     num_bins: int  # bins of the quantile histogram
+    # The routed experts' matrices: parameters, or the release's 4-bit codes, which stay in memory as
+    # they are, are decoded in the product, and cannot be trained.
+    weights: Literal["plain", "mxfp4"]
 
     def __post_init__(self):
         for name in ("num_experts", "num_active", "ffn_dim", "num_groups", "num_active_groups"):
@@ -79,6 +84,14 @@ class LatentMoEConfig:
             )
         if self.balancing == "quantile_histogram" and self.num_bins < 1:
             raise ValueError(f"moe.num_bins={self.num_bins} must be at least 1")
+        if self.weights not in ("plain", "mxfp4"):
+            raise ValueError(f"moe.weights={self.weights!r} is unknown: use 'plain' or 'mxfp4'")
+        for name in ("ffn_dim", "latent_dim"):
+            width = getattr(self, name)
+            if self.weights == "mxfp4" and width is not None and width % GROUP:
+                raise ValueError(
+                    f"moe.{name}={width} is no multiple of {GROUP}, the group of weights='mxfp4'"
+                )
         rivals = self.num_experts // self.num_groups * self.num_active_groups
         balanced = self.balancing != "none" and self.num_active < self.num_experts
         if rivals < self.num_active + balanced:  # balancing compares with the best that lost
@@ -188,6 +201,41 @@ class ExpertsOp:
         return dx, dp, (dw1, dw3, dw2)
 
 
+@dataclass(frozen=True)
+class PackedExpertsOp:
+    """The same with matrices in MXFP4, each a pair (packed, scale)."""
+
+    activation: ActivationConfig
+
+    def __call__(self, rows, p, group_sizes, matrices):
+        w1, w3, w2 = matrices
+
+        def matmul(x, w, group_sizes):
+            return grouped_matmul_mxfp4(x, *w, group_sizes)
+
+        return composed_experts(matmul, rows, w1, w3, w2, p, group_sizes, self.activation)
+
+    def forward(self, *_):
+        raise ValueError("experts in MXFP4 cannot be trained: decode them first (moe.weights)")
+
+    backward = forward
+
+
+class PackedMatrices(nnx.Module):
+    """One matrix [out, in] of every expert in MXFP4; zeros until codes are loaded."""
+
+    def __init__(self, num_experts: int, out_dim: int, in_dim: int):
+        def codes(size):
+            shape, axes = (num_experts, out_dim, size), ("experts", None, None)
+            return Buffer(jnp.zeros(shape, jnp.uint8), logical_axes=axes, global_shape=shape)
+
+        self.packed = codes(in_dim // 2)
+        self.scale = codes(in_dim // GROUP)
+
+    def __call__(self) -> tuple[UInt8[Array, "E O half"], UInt8[Array, "E O groups"]]:
+        return self.packed[...], self.scale[...]
+
+
 class Experts(nnx.Module):
     """The routed experts: E_j(z) = w2_j activation(w1_j z, w3_j z)."""
 
@@ -198,12 +246,17 @@ class Experts(nnx.Module):
         ffn_dim: int,
         axis: str,
         *,
+        weights: Literal["plain", "mxfp4"],
         activation: ActivationConfig,
         rngs: nnx.Rngs,
         param_dtype: str,
         init_std: float,
     ):
-        self.num_experts, self.activation = num_experts, activation
+        self.num_experts, self.activation, self.packed = num_experts, activation, weights == "mxfp4"
+        if self.packed:
+            self.w1, self.w3 = (PackedMatrices(num_experts, ffn_dim, dim) for _ in range(2))
+            self.w2 = PackedMatrices(num_experts, dim, ffn_dim)
+            return
         init = nnx.initializers.normal(init_std)
         up, down = ("experts", axis, "expert_ffn"), ("experts", "expert_ffn", axis)
         self.w1 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
@@ -222,9 +275,10 @@ class Experts(nnx.Module):
 
         `keep_rows`: the backward pass follows at once, see `apply_experts`.
         """
-        matrices = tuple(gathered(w, z.dtype) for w in (self.w1, self.w3, self.w2))
+        stored, op = (self.w1, self.w3, self.w2), (PackedExpertsOp if self.packed else ExpertsOp)
+        matrices = tuple(w() if self.packed else gathered(w, z.dtype) for w in stored)
         return apply_experts(
-            ExpertsOp(self.activation),
+            op(self.activation),
             z,
             weights,
             ids,
@@ -273,7 +327,13 @@ class LatentMoE(nnx.Module):
                 dim, eps=norm_eps, rngs=rngs, param_dtype=param_dtype, axis=axis
             )
         self.experts = Experts(
-            cfg.num_experts, dim, cfg.ffn_dim, axis, activation=activation, **common
+            cfg.num_experts,
+            dim,
+            cfg.ffn_dim,
+            axis,
+            weights=cfg.weights,
+            activation=activation,
+            **common,
         )
         if cfg.num_shared:
             self.shared_experts = FeedForward(

@@ -30,6 +30,7 @@ CFG = LatentMoEConfig(
     num_active_groups=1,
     balancing="none",
     num_bins=1,
+    weights="plain",
 )
 WIDTH, TOKENS = 1024, 512
 

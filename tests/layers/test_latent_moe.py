@@ -41,6 +41,7 @@ SMALL = LatentMoEConfig(
     num_active_groups=1,
     balancing="quantile_histogram",
     num_bins=100,
+    weights="plain",
 )
 WIDTH, BATCH = 16, (2, 8, 16)
 ALL, ZERO = np.ones(BATCH[:2], bool), np.zeros(8, np.float32)
@@ -152,6 +153,7 @@ def config_of(meta):
         num_active_groups=meta["topk_group"],
         balancing="none",
         num_bins=1,
+        weights="plain",
     )
 
 
