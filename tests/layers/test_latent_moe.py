@@ -19,6 +19,7 @@ from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, route
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.quantile_balancing import collect_stats, update_bias
+from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3jax.sharding import expert_parallel
 from k3jax.sharding.annotate import Buffer, axis_size, psum, region, sum_over_replicas
 from k3jax.sharding.mesh import AXES, ROWS, MeshConfig, make_mesh
@@ -562,6 +563,59 @@ def test_several_devices_equal_one(name):
         np.testing.assert_array_equal(getattr(got_stats, field), getattr(stats, field))
 
 
+# ------------------------------------------------------------------------------------ 4-bit experts
+
+PACKED = replace(SMALL, latent_dim=64, ffn_dim=32, weights="mxfp4")
+
+
+@functools.cache
+def packed_and_plain():
+    """`split` of a layer with experts in MXFP4, and of one with the decoded matrices as parameters."""
+    graphdef, _, buffers = skeleton(PACKED, WIDTH, SITU, 1e-5, "float32")
+    plain, params, bias = split(build(replace(PACKED, weights="plain")))
+    experts, codes = {}, {}
+    for name, w in params.pop("experts").items():  # E in out
+        packed, scale = quantize_mxfp4(np.asarray(w).swapaxes(1, 2))
+        codes[name] = {"packed": packed, "scale": scale}
+        experts[name] = dequantize_mxfp4(packed, scale, np.float32).swapaxes(1, 2)
+    assert jax.tree.map(np.shape, codes) == jax.tree.map(lambda x: x.shape, buffers["experts"])
+    return (graphdef, params, {**bias, "experts": codes}), (
+        plain,
+        {**params, "experts": experts},
+        bias,
+    )
+
+
+def test_experts_in_4_bits_equal_decoded_ones():
+    packed, plain = packed_and_plain()
+    x = normal(41, *BATCH)
+    assert_close(apply(*packed, x)[0], np.asarray(apply(*plain, x)[0]))
+
+
+@pytest.mark.devices
+def test_experts_in_4_bits_on_several_devices():
+    """Each device holds its own experts' codes, and nothing else of them."""
+    (graphdef, params, buffers), plain = packed_and_plain()
+    x = normal(42, 8, 4, WIDTH)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, expert=4), jax.devices()[:8])
+    axes = logical_axes(nnx.merge(graphdef, params, buffers))
+    specs = tuple(state_specs(tree, axes, mesh.shape) for tree in (params, buffers))
+    assert specs[1]["experts"]["w1"]["packed"] == PartitionSpec("expert", None, None)
+    tokens = PartitionSpec(ROWS, "context")
+
+    def step(params, buffers, x):
+        return nnx.merge(graphdef, params, buffers)(x)[0]
+
+    args = jax.tree.map(
+        lambda spec, tree: jax.device_put(tree, NamedSharding(mesh, spec)),
+        (*specs, tokens),
+        (params, buffers, x),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    got = jax.jit(region(step, mesh, (*specs, tokens), tokens))(*args)
+    assert_close(jax.device_get(got), np.asarray(apply(*plain, x)[0]))
+
+
 # ------------------------------------------------------------------------------------ norm, configs
 
 
@@ -595,6 +649,8 @@ def test_kf_067_config_has_no_defaults():
         ({"num_experts": -4}, ("num_experts=-4",)),
         ({"ffn_dim": 0}, ("ffn_dim=0",)),
         ({"latent_dim": 0}, ("latent_dim=0", "None")),
+        ({"weights": "int4"}, ("weights='int4'", "mxfp4")),
+        ({"weights": "mxfp4"}, ("ffn_dim=12", "32")),
         ({"latent_dim": None}, ("latent_norm=True", "latent_dim")),
         ({"num_shared": -1}, ("num_shared=-1",)),
         ({"router": "relu"}, ("router='relu'", "sigmoid")),
