@@ -5,15 +5,18 @@ type it has; reading, writing and auditing all walk that table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
-from k3jax.model import K3Config, locate, plan_stacks
+from k3jax.model import K3Config, locate
 from k3jax.pallas_kernels.mxfp4 import GROUP
+from k3jax.train_state import abstract_model
 
 Tree = dict  # nested dict of arrays
 
@@ -244,10 +247,27 @@ def all_entries(cfg: K3Config, *, prefix: str = "", padded_a_log: bool = False) 
             yield Placed(entry, name, (stack, layer, *entry.path), (repetition, *expert))
 
 
-def _leaf(tree: Tree, path: tuple[str, ...]):
-    for key in path:
-        tree = tree[key]
-    return tree
+def leaf_name(placed: Placed) -> str:
+    """Path of the leaf in a training state, for example "params/norm/weight"."""
+    return "/".join(("buffers" if placed.entry.buffer else "params", *placed.path))
+
+
+def leaf_shapes(cfg: K3Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every leaf of a model by `leaf_name`, with its stacked axes."""
+    _, params, buffers = abstract_model(cfg)
+    found = flatten_dict({"params": params, "buffers": buffers}, sep="/")
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in found.items()}
+
+
+def to_leaf(placed: Placed, tensor: np.ndarray, dtype: Any) -> np.ndarray:
+    """A tensor as its leaf keeps it: our layout, in the leaf's own dtype.
+
+    Raises: ValueError naming the tensor, if its values are not what the layout promises.
+    """
+    try:
+        return placed.entry.load(tensor).astype(dtype, copy=False)
+    except ValueError as error:
+        raise ValueError(f"{placed.name}: {error}") from None
 
 
 def from_official(
@@ -260,7 +280,7 @@ def from_official(
         tensors: name -> array; A_log may be per head or padded with zeros to `head_dim`.
         prefix: in front of every name.
 
-    Returns: (params, buffers), nested dicts of NumPy arrays in the storage dtype; A_log, dt_bias and router biases float32.
+    Returns: (params, buffers), nested dicts of NumPy arrays, each in the dtype that the model keeps it in.
     Raises: ValueError that lists every missing, unexpected and misshapen tensor; nothing is loaded in part.
     """
     placed = list(all_entries(cfg, prefix=prefix))
@@ -281,36 +301,23 @@ def from_official(
     if problems:
         raise ValueError("checkpoint does not fit the model: " + "; ".join(problems))
 
-    params: Tree = {}
-    buffers: Tree = {}
-    repeats = {plan.name: plan.repeats for plan in plan_stacks(cfg)}
-    experts = cfg.moe.num_experts if cfg.moe else 0
+    leaves = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaf_shapes(cfg).items()}
+    if unnamed := sorted(set(leaves) - set(map(leaf_name, placed))):
+        raise ValueError(f"the model has parts without official names: {', '.join(unnamed)}")
     for p in placed:
-        try:
-            value = p.entry.load(np.asarray(tensors[p.name]))
-        except ValueError as error:
-            raise ValueError(f"{p.name}: {error}") from None
-        float32 = p.entry.buffer or p.path[-1] in ("A_log", "dt_bias")
-        value = value.astype("float32" if float32 else cfg.param_dtype)
-        node = buffers if p.entry.buffer else params
-        for key in p.path[:-1]:
-            node = node.setdefault(key, {})
-        if not p.index:
-            node[p.path[-1]] = value
-            continue
-        lead = (repeats[p.path[0]],) + ((experts,) if p.entry.expert is not None else ())
-        if p.path[-1] not in node:
-            node[p.path[-1]] = np.empty((*lead, *value.shape), value.dtype)
-        node[p.path[-1]][p.index] = value
-    return params, buffers
+        leaf = leaves[leaf_name(p)]
+        leaf[p.index] = to_leaf(p, np.asarray(tensors[p.name]), leaf.dtype)
+    tree = unflatten_dict(leaves, sep="/")
+    return tree["params"], tree.get("buffers", {})
 
 
 def to_official(
     cfg: K3Config, params: Tree, buffers: Tree, *, prefix: str = "", padded_a_log: bool = False
 ) -> dict[str, np.ndarray]:
     """Official tensors of a model; the inverse of `from_official`."""
-    tensors = {}
-    for p in all_entries(cfg, prefix=prefix, padded_a_log=padded_a_log):
-        leaf = np.asarray(_leaf(buffers if p.entry.buffer else params, p.path))
-        tensors[p.name] = p.entry.save(leaf[p.index] if p.index else leaf)
-    return tensors
+    flat = flatten_dict({"params": params, "buffers": buffers}, sep="/")
+    leaves = {name: np.asarray(leaf) for name, leaf in flat.items()}
+    return {
+        p.name: p.entry.save(leaves[leaf_name(p)][p.index])
+        for p in all_entries(cfg, prefix=prefix, padded_a_log=padded_a_log)
+    }
