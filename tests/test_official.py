@@ -1,13 +1,23 @@
 """Official names and configs: strict audits, the A_log layout, layer lists that count from 1, missing keys."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from k3jax.configs import PRESETS, preset
 from k3jax.convert_hf import all_entries, from_official, to_official
-from k3jax.official_config import config_from_official, fold_schedule
-from tests.golden_io import load
+from k3jax.errors import UserError
+from k3jax.official_config import (
+    MXFP4,
+    config_from_official,
+    config_to_official,
+    fold_schedule,
+    function_of,
+)
+from k3jax.variants.softplus_gate import SoftplusGateConfig
+from tests.golden_io import golden_dir, load
 from tests.model_helpers import build, split, tiny_config
 
 CFG = tiny_config(num_layers=3, pattern=("kda",), closing=("mla",))
@@ -22,6 +32,11 @@ def tensors():
 @pytest.fixture(scope="module")
 def k3_config():
     return load("text_k3/io")[0]["config"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_config():
+    return json.loads((golden_dir() / "multimodal/checkpoint/config.json").read_text())
 
 
 def without(config, *path):
@@ -205,3 +220,108 @@ def test_schedules_fold_to_their_shortest_description():
     assert fold_schedule((k, k, k, m) * 23 + (m,)) == ((k, k, k, m), (m,))
     assert fold_schedule((k, k, k, m) * 6 + (k, k, m)) == ((k, k, k, m), (k, k, m))
     assert fold_schedule((k,)) == ((k,), ())
+
+
+# -- configs, back
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_an_official_config(name):
+    """Outer with a text_config if it has parts of K3 (KF-081); all but how it is trained and computed."""
+    model = preset(name)().model
+    official = config_to_official(model)
+    assert ("text_config" in official) == (name != "kimi_linear_48b")
+    assert config_from_official(official) == function_of(model)
+    changed = replace(model, remat="none", dtype="float32", param_dtype="float16")
+    assert function_of(changed) == function_of(model)
+    assert function_of(replace(model, norm_eps=1e-3)) != function_of(model)
+
+
+def test_a_model_without_experts_survives():
+    dense = replace(CFG, moe=None, num_dense_layers=3)
+    official = config_to_official(dense)
+    assert official["text_config"]["num_experts"] is None
+    assert config_from_official(official) == function_of(dense)
+
+
+@pytest.mark.parametrize("case", ["text_k3/io", "text_linear/io"])
+def test_official_configs_survive_with_all_their_keys(case):
+    """With the original as base nothing is lost; keys that say nothing about the function stay."""
+    config = load(case)[0]["config"] | {"unknown_key": [1], "bos_token_id": 7}
+    back = config_to_official(config_from_official(config), config)
+    assert {key: back[key] for key in config} == config
+    assert set(back) - set(config) <= {"initializer_range", "dtype"}
+    from_scratch = config_to_official(config_from_official(config))
+    assert config_from_official(from_scratch) == config_from_official(config)
+
+
+def test_the_outer_config_survives_with_its_vision_tower(checkpoint_config):
+    packed = config_from_official(checkpoint_config)
+    packed = replace(packed, moe=replace(packed.moe, weights="mxfp4"))
+    back = config_to_official(packed, checkpoint_config)
+    back["text_config"].pop("initializer_range")
+    assert back == checkpoint_config
+
+
+def test_kf_079_the_lists_of_layers_count_from_one_again(k3_config):
+    back = config_to_official(config_from_official(k3_config))["text_config"]["linear_attn_config"]
+    assert back["full_attn_layers"] == [4, 8, 9]
+    assert back["kda_layers"] == [1, 2, 3, 5, 6, 7]
+
+
+def test_the_quantisation_follows_the_experts(checkpoint_config):
+    plain = config_from_official(checkpoint_config)
+    packed = replace(plain, moe=replace(plain.moe, weights="mxfp4"))
+    assert checkpoint_config["text_config"]["quantization_config"] == MXFP4
+    assert config_to_official(packed)["text_config"]["quantization_config"] == MXFP4
+    for base in (None, checkpoint_config):
+        assert "quantization_config" not in config_to_official(plain, base)["text_config"]
+    outside = {k: v for k, v in checkpoint_config.items() if k != "text_config"}
+    outside |= {"text_config": dict(checkpoint_config["text_config"])}
+    outside["quantization_config"] = outside["text_config"].pop("quantization_config")
+    back = config_to_official(packed, outside)
+    assert back["quantization_config"] == MXFP4
+    assert "quantization_config" not in back["text_config"]
+    assert "quantization_config" not in config_to_official(plain, outside)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda c: replace(c, kda=replace(c.kda, beta_max=2.0)),
+            r"model\.kda\.beta_max=2\.0 .* 1\.0",
+        ),
+        (lambda c: replace(c, kda=replace(c.kda, gate_rank=None)), r"model\.kda\.gate_rank=None"),
+        (lambda c: replace(c, kda=replace(c.kda, norm_eps=1e-3)), r"model\.kda\.norm_eps=0\.001"),
+        (lambda c: replace(c, mla=replace(c.mla, latent_norm_eps=0.5)), r"latent_norm_eps=0\.5"),
+        (
+            lambda c: replace(c, attn_res=replace(c.attn_res, kind="full", block_size=None)),
+            r"model\.attn_res\.kind='full' cannot be stated in an official config: that means 'none'",
+        ),
+    ],
+)
+def test_what_no_official_config_can_state_is_named(change, words):
+    with pytest.raises(UserError, match=words):
+        config_to_official(change(CFG))
+
+
+def test_a_variant_cannot_be_stated():
+    kda = {f: getattr(CFG.kda, f) for f in CFG.kda.__dataclass_fields__}
+    variant = SoftplusGateConfig(**kda | dict(gate="softplus", g_min=None, rate_min=1, rate_max=16))
+    with pytest.raises(UserError, match=r"model\.kda=SoftplusGateConfig .* means KDAConfig"):
+        config_to_official(replace(CFG, kda=variant))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(text_config=[]), "text_config must be an object"),
+        (dict(linear_attn_config=[1]), "linear_attn_config must be an object"),
+        (dict(num_hidden_layers=10**12), "num_hidden_layers=1000000000000 is more than 10000"),
+        (dict(num_experts=0), "num_experts=0 must be at least 1"),
+    ],
+)
+def test_an_odd_config_is_named(k3_config, change, words):
+    with pytest.raises(ValueError, match=words):
+        config_from_official(k3_config | change)
