@@ -24,6 +24,7 @@ K3_KEYS = (
     "mla_use_output_gate",
     "routed_expert_hidden_size",
 )
+COUNTS = ("_size", "_dim", "_rank", "_group", "_replace")  # ends of keys, besides "num_..."
 MAX_LAYERS = 10_000
 K3_LINEAR_KEYS = ("gate_lower_bound", "use_full_rank_gate")  # inside linear_attn_config
 
@@ -163,6 +164,11 @@ def config_from_official(
             c[key]
         for key in K3_LINEAR_KEYS:
             linear[key]
+    for part in (config, linear):
+        for key in part:
+            count = key.startswith("num_") or key.endswith(COUNTS)
+            if count and part.get(key) is not None and type(part.get(key)) is not int:
+                raise ValueError(f"{key}={part.get(key)!r} must be an integer")
     g_min = linear.get("gate_lower_bound")
     if g_min is None:
         log.info("gate_lower_bound is null or absent: KDA uses the unbounded softplus gate")
