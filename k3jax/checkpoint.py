@@ -124,7 +124,7 @@ class CheckpointWriter:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(_nested(leaves)),
+                    state=ocp.args.PyTreeSave(nested(leaves)),
                     data=CheckpointSave(data),
                     meta=ocp.args.JsonSave(meta),
                 ),
@@ -200,7 +200,7 @@ def restore(
         absent = [n for n in wanted if n not in fitting and not isinstance(wanted[n], jax.Array)]
         if absent:
             raise UserError(f"partial restore of {path} has no values for {_some(absent)}")
-    item = _nested({name: _abstract(wanted[name]) for name in fitting})
+    item = nested({name: _abstract(wanted[name]) for name in fitting})
     arguments = ocp.args.PyTreeRestore(
         item=item,
         restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -216,8 +216,8 @@ def restore_numpy(directory: Path, *, step: int | None = None) -> dict[str, Any]
     path = checkpoint_folder(directory, step)
     meta = read_meta(path)
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in _saved_leaves(path)}
-    arguments = ocp.args.PyTreeRestore(restore_args=_nested(as_numpy))
-    return _nested(_read_arrays(path, arguments, meta))
+    arguments = ocp.args.PyTreeRestore(restore_args=nested(as_numpy))
+    return nested(_read_arrays(path, arguments, meta))
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -322,7 +322,8 @@ def _named(tree: Any) -> dict[str, Any]:
     }
 
 
-def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The tree of leaves by path."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = name.split("/")
@@ -351,13 +352,14 @@ def _stored(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(np.dtype(leaf.dtype))
 
 
+def word_sum(array: Any) -> int:
+    """Sum of an array's words modulo 2**32; those of an array's parts add up to it."""
+    array = np.asarray(array)
+    return int(array.view(f"u{array.dtype.itemsize}").sum(dtype=np.uint64)) % 2**32
+
+
 def _word_sums(leaves: dict[str, Any]) -> dict[str, int]:
     """Sum of each array's words modulo 2**32: the same on every mesh, changed by any wrong bit."""
-
-    def total(array: Any) -> int:
-        array = np.asarray(array)
-        kind = f"u{array.dtype.itemsize}"
-        return int(array.view(kind).sum(dtype=np.uint64))
 
     sums = []
     for leaf in leaves.values():
@@ -366,7 +368,7 @@ def _word_sums(leaves: dict[str, Any]) -> dict[str, int]:
             parts = [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]
         else:
             parts = [leaf] if hosts.index() == 0 else []  # every process has it
-        sums.append(sum(map(total, parts)) % 2**32)
+        sums.append(sum(map(word_sum, parts)) % 2**32)
     if jax.process_count() > 1:
         by_process = multihost_utils.process_allgather(np.array(sums, np.uint32))
         sums = by_process.sum(axis=0, dtype=np.uint32).tolist()

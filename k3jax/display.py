@@ -4,17 +4,20 @@ import itertools
 import logging
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
 SMOOTHING = 20  # steps whose median duration gives the remaining time
@@ -88,6 +91,67 @@ def figures(record: dict[str, Any]) -> str:
     if record.get("skipped"):
         parts.append("SKIPPED (not finite)")
     return "  ".join(parts)
+
+
+class Transfer:
+    """Progress of bytes with their rate and the time left. Use as a context manager; any thread may `add`.
+
+    Args:
+        what: the first word of the line.
+        total: bytes in all.
+        done: bytes of an earlier start.
+        console: where to; the terminal if omitted.
+    """
+
+    LINES = 10.0  # seconds between plain lines where there is no terminal
+
+    def __init__(self, what: str, *, total: int, done: int = 0, console: Console | None = None):
+        self._console = console or Console()
+        self._what, self._total, self._done, self._first = what, total, done, done
+        self._began = self._last = time.monotonic()
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn(what),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> "Transfer":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            self._line()
+
+    def add(self, size: int) -> None:
+        """So many bytes more are done."""
+        with self._lock:
+            self._done += size
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._done)
+            elif time.monotonic() - self._last > self.LINES:
+                self._line()
+
+    def _line(self) -> None:
+        self._last = time.monotonic()
+        rate = (self._done - self._first) / max(self._last - self._began, 1e-9)
+        text = f"{self._what} {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
+        if rate:
+            minutes, seconds = divmod(round((self._total - self._done) / rate), 60)
+            text += f"  {rate / 1e6:,.0f} MB/s  left {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _StderrLines(logging.Handler):

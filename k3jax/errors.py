@@ -30,6 +30,8 @@ def disk_errors(what: str) -> Generator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         found = re.search(r"os_error_code='(\d+)'|\[Errno (\d+)\]", str(error))
         number = getattr(error, "errno", None) or (found and int(found[1] or found[2]))

@@ -64,7 +64,13 @@ class RunDir:
     def open(self) -> None:
         """Takes the lock if an earlier start left its file: the folder must not change now."""
         if self._lock_file.exists():
-            with disk_errors(f"run folder {self.path} cannot be used"):
+            self.lock()
+
+    def lock(self) -> None:
+        """Makes the folder and takes its lock."""
+        with disk_errors(f"run folder {self.path} cannot be used"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
                 self._take_lock()
 
     def latest_step(self) -> int | None:
@@ -113,10 +119,8 @@ class RunDir:
 
     def create(self, cfg: ExperimentConfig) -> None:
         """Makes the folder, takes its lock if `open` did not, and writes config.json."""
+        self.lock()
         with disk_errors(f"run folder {self.path} cannot be used"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            if self._lock is None:
-                self._take_lock()
             text = json.dumps(to_json(cfg), indent=2)
             write_whole(self.config_file, text.encode())
 
