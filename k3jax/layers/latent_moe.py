@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
 from k3jax.pallas_kernels.grouped_matmul import experts, experts_backward, experts_forward
 from k3jax.pallas_kernels.grouped_matmul.composed import experts as composed_experts
-from k3jax.pallas_kernels.mxfp4 import GROUP, grouped_matmul_mxfp4
+from k3jax.pallas_kernels.grouped_matmul.few import experts_of_few
+from k3jax.pallas_kernels.mxfp4 import GROUP, dequantize_mxfp4, grouped_matmul_mxfp4
 from k3jax.sharding.annotate import (
     Buffer,
     axis_size,
@@ -189,6 +191,10 @@ class ExpertsOp:
         w1, w3, w2 = matrices
         return experts(rows, w1, w3, w2, p, group_sizes, self.activation)
 
+    def take(self, w, ids, dtype):
+        """The matrices [in, out] of some experts."""
+        return w[ids].astype(dtype)
+
     def forward(self, rows, p, group_sizes, matrices):
         w1, w3, w2 = matrices
         return experts_forward(rows, w1, w3, w2, p, group_sizes, self.activation)
@@ -214,6 +220,9 @@ class PackedExpertsOp:
             return grouped_matmul_mxfp4(x, *w, group_sizes)
 
         return composed_experts(matmul, rows, w1, w3, w2, p, group_sizes, self.activation)
+
+    def take(self, w, ids, dtype):
+        return dequantize_mxfp4(*(codes[ids] for codes in w), dtype).swapaxes(1, 2)
 
     def forward(self, *_):
         raise ValueError("experts in MXFP4 cannot be trained: decode them first (moe.weights)")
@@ -270,15 +279,23 @@ class Experts(nnx.Module):
         weights: Float[Array, "tokens A"],
         mask: Bool[Array, " tokens"] | None = None,
         keep_rows: bool = False,
+        decoding: bool = False,
     ) -> Float[Array, "tokens L"]:
         """Weighted sum of each token's experts, float32; 0 for padding tokens.
 
-        `keep_rows`: the backward pass follows at once, see `apply_experts`.
+        `keep_rows`: the backward pass follows at once, see `apply_experts`. `decoding`: none follows.
         """
-        stored, op = (self.w1, self.w3, self.w2), (PackedExpertsOp if self.packed else ExpertsOp)
+        op = (PackedExpertsOp if self.packed else ExpertsOp)(self.activation)
+        stored = (self.w1, self.w3, self.w2)
+        if decoding and axis_size("expert") == 1 and ids.size <= self.num_experts:
+            matrices = tuple(w() if self.packed else gathered(w) for w in stored)
+            if mask is not None:
+                z, weights = (jnp.where(mask[:, None], a, 0) for a in (z, weights))
+            take = partial(op.take, dtype=z.dtype)
+            return experts_of_few(z, ids, weights, matrices, take, self.activation)
         matrices = tuple(w() if self.packed else gathered(w, z.dtype) for w in stored)
         return apply_experts(
-            op(self.activation),
+            op,
             z,
             weights,
             ids,
@@ -379,7 +396,9 @@ class LatentMoE(nnx.Module):
             routing = route(tokens, gathered(self.gate.kernel), bias, cfg)
         with jax.named_scope("routed_experts"):
             z = tokens if cfg.latent_dim is None else self.routed_expert_down_proj(tokens)
-            u = self.experts(z, routing.ids, routing.weights, mask, keep_rows).astype(x.dtype)
+            u = self.experts(
+                z, routing.ids, routing.weights, mask, keep_rows, decoding=x.shape[1] == 1
+            ).astype(x.dtype)
         if not collect:
             return u, None
         with jax.named_scope("collect_stats"):

@@ -592,6 +592,32 @@ def test_experts_in_4_bits_equal_decoded_ones():
     assert_close(apply(*packed, x)[0], np.asarray(apply(*plain, x)[0]))
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["mxfp4", "plain"])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_decoding_fetches_the_chosen_experts_alone(kind, tokens):
+    """One token a row: the same result as the prefill form, and NaN in other experts stays there."""
+    graphdef, params, buffers = packed_and_plain()[kind]
+    x = normal(43, tokens, 1, WIDTH)
+    mask = np.ones((tokens, 1), bool)
+    mask[1:2] = False  # a slot without a request
+    want = np.asarray(apply(graphdef, params, buffers, x.swapaxes(0, 1), mask.swapaxes(0, 1))[0])
+    model = nnx.merge(graphdef, params, buffers)
+    chosen = route(x[:, 0], model.gate.kernel[...], model.router_bias[...], PACKED).ids
+    others = np.setdiff1d(np.arange(PACKED.num_experts), np.asarray(chosen))
+    assert len(others) or tokens * PACKED.num_active >= PACKED.num_experts
+
+    def spoilt(x):
+        x = np.array(x)
+        x[others] = 255 if x.dtype == np.uint8 else np.nan
+        return x
+
+    tree = {**(buffers if kind == 0 else params)}
+    tree["experts"] = jax.tree.map(spoilt, tree["experts"])
+    params, buffers = (params, tree) if kind == 0 else (tree, buffers)
+    got = np.asarray(apply(graphdef, params, buffers, x, mask)[0])
+    assert_close(got[:, 0], want[0])
+
+
 @pytest.mark.devices
 def test_experts_in_4_bits_on_several_devices():
     """Each device holds its own experts' codes, and nothing else of them."""
