@@ -1,4 +1,4 @@
-"""The command `k3jax`: train, sample, eval, plan, configs, check.
+"""The command `k3jax`: train, generate, eval, plan, tokenizer, inspect, configs, check.
 
 Exit codes: 0 done; 2 bad input (one line, nothing written); 3 training stopped because loss or
 gradient stayed not finite; 4 nothing left to train; 5 another process of the run is gone; 130
@@ -22,26 +22,15 @@ BAD_INPUT, ABORTED = 2, 130
 USAGE = """usage: k3jax COMMAND ...
 
   k3jax train CONFIG [--FLAG VALUE ...]      train, or continue, a named configuration
-  k3jax sample --run-dir DIR --prompt TEXT   text from a trained model
+  k3jax generate MODEL_DIR --prompt TEXT     text from a trained or imported model, also chats, files
   k3jax eval --run-dir DIR [--data PATH]     its loss and bits per byte
   k3jax plan CONFIG --topology NAME ...      will it fit a slice of TPUs, and how fast is it
+  k3jax tokenizer --size N --out FILE.model  a vocabulary from your text, for small models
+  k3jax inspect FOLDER                       what a checkpoint of safetensors files holds
   k3jax configs [NAME]                       what the named configurations are
   k3jax check                                whether the installed versions fit together
 
 Each command has --help. CONFIG is one of: {configs}."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleArgs:
-    run_dir: str | None = None  # folder of the run
-    step: int | None = None  # checkpoint to use; None: the newest
-    prompt: str = ""  # text to continue
-    max_tokens: int = 256  # tokens to add at most
-    temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int = 0  # choose among this many likeliest tokens; 0: all
-    top_p: float = 1.0  # and among the fewest whose probabilities reach this sum
-    seed: int = 0  # of the draws
-    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +40,13 @@ class EvalArgs:
     data: str | None = None  # file, folder or glob, all of it; None: the run's validation data
     batches: int | None = None  # at most this many; None: everything
     platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArgs:
+    size: int = 4096  # ids in all, with K3's 256 special tokens
+    out: str | None = None  # file to write, *.model or *.tiktoken
+    data: str | None = None  # file, folder or glob; None: the standard library of Python
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -73,9 +69,11 @@ def _dispatch(args: list[str]) -> int:
 
     commands = {
         "train": _train,
-        "sample": _sample,
+        "generate": _generate,
         "eval": _eval,
         "plan": _plan,
+        "tokenizer": _tokenizer,
+        "inspect": _inspect,
         "configs": _configs,
         "check": _check,
     }
@@ -151,34 +149,19 @@ def _preset(name: str, command: str = "train") -> "ExperimentConfig":
     return preset(name)()
 
 
-def _sample(args: list[str]) -> int:
-    if _wants_help(args):
-        return show_help(SampleArgs(), "k3jax sample")
-    asked = overridden(SampleArgs(), args, "k3jax sample")
-    if asked.run_dir is None:
-        raise UserError("which run? give --run-dir DIR")
-    if asked.max_tokens < 1:
-        raise UserError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
-    if not 0 <= asked.seed < 2**32:
-        raise UserError(f"seed is {asked.seed}; it must be at least 0 and below 2**32")
-    trained = _load(asked)
-    from k3jax.data.tokenizer import load_tokenizer
-    from k3jax.sample import Generator, SamplingConfig
+def _generate(args: list[str]) -> int:
+    from k3jax.generate_command import GenerateArgs, check_args, generate
 
-    try:
-        sampling = SamplingConfig(asked.temperature, asked.top_k, asked.top_p)
-        tokenizer = load_tokenizer(trained.cfg.tokenizer)
-        generator = Generator(
-            trained.cfg.model, trained.params, trained.buffers, tokenizer, sampling
-        )
-    except ValueError as error:  # values outside their range
-        raise UserError(str(error)) from error
-    text = asked.prompt  # with the first piece: compiling comes before it and logs its choices
-    for piece in generator.stream_text(asked.prompt, asked.max_tokens, asked.seed):
-        print(text + piece, end="", flush=True)
-        text = ""
-    print(text)
-    return 0
+    if _wants_help(args):
+        return show_help(GenerateArgs(), "k3jax generate MODEL_DIR")
+    if not args or args[0].startswith("-"):
+        raise UserError("which model? k3jax generate MODEL_DIR --prompt TEXT")
+    asked = overridden(GenerateArgs(), args[1:], "k3jax generate MODEL_DIR")
+    check_args(asked)
+    _start(asked.platform)
+    from k3jax.run_dir import load_trained
+
+    return generate(asked, lambda: load_trained(args[0], step=asked.step))
 
 
 def _eval(args: list[str]) -> int:
@@ -189,7 +172,10 @@ def _eval(args: list[str]) -> int:
         raise UserError("which run? give --run-dir DIR")
     if asked.batches is not None and asked.batches < 1:
         raise UserError(f"batches is {asked.batches}; it must be at least 1, or None")
-    trained = _load(asked)
+    _start(asked.platform)
+    from k3jax.run_dir import load_trained
+
+    trained = load_trained(asked.run_dir, step=asked.step)
     from k3jax.data.packing import make_eval_batches
     from k3jax.data.text import load_corpus
     from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
@@ -220,18 +206,58 @@ def _eval(args: list[str]) -> int:
     return 0
 
 
-def _load(asked: SampleArgs | EvalArgs):
+def _start(platform: str | None) -> None:
+    """The versions and the backend that a command needs, once they are known to be there."""
     from k3jax import devices
 
     devices.check_versions()
-    if asked.platform not in (None, "cpu", "cuda", "tpu"):
-        raise UserError(f"platform is {asked.platform!r}; use cpu, cuda or tpu")
-    devices.start_backend(asked.platform)
+    if platform not in (None, "cpu", "cuda", "tpu"):
+        raise UserError(f"platform is {platform!r}; use cpu, cuda or tpu")
+    devices.start_backend(platform)
     devices.use_compilation_cache()
-    from k3jax.run_dir import load_trained
 
-    assert asked.run_dir is not None
-    return load_trained(asked.run_dir, step=asked.step)
+
+def _tokenizer(args: list[str]) -> int:
+    if _wants_help(args):
+        return show_help(TokenizerArgs(), "k3jax tokenizer")
+    asked = overridden(TokenizerArgs(), args, "k3jax tokenizer")
+    if asked.out is None:
+        raise UserError("where to? give --out FILE.model")
+    from pathlib import Path
+
+    from k3jax.data.bpe_training import check_output, train_bpe, write_ranks
+    from k3jax.data.text import load_corpus
+
+    out = Path(asked.out).expanduser()
+    check_output(out)
+    corpus = load_corpus(asked.data)
+    print(corpus.describe(), flush=True)
+    write_ranks(train_bpe(corpus, asked.size), out)
+    print(f"{out}: {asked.size:,} ids; use --tokenizer {out} --model.vocab-size {asked.size}")
+    return 0
+
+
+def _inspect(args: list[str]) -> int:
+    release = args[:1] == ["--release"]
+    folders = args[1:] if release else args
+    if not args or _wants_help(args):
+        out = sys.stdout if args else sys.stderr
+        print("usage: k3jax inspect FOLDER_OR_URL    audits a checkpoint by its headers", file=out)
+        print(
+            "       k3jax inspect --release FOLDER   writes the headers of the released Kimi K3 "
+            "to a new folder (130 MB, no weights) and audits those",
+            file=out,
+        )
+        return 0 if args else BAD_INPUT
+    if len(folders) != 1 or folders[0].startswith("-"):
+        found = " ".join(folders) or "none"
+        raise UserError(f"k3jax inspect takes one folder, not {found!r}")
+    from rich.console import Console
+
+    from k3jax.inspection import inspect, inspect_release
+
+    (inspect_release if release else inspect)(folders[0], Console())
+    return 0
 
 
 def _configs(args: list[str]) -> int:

@@ -1,72 +1,35 @@
 """Folders of safetensors files: headers read with distrust, tensors by ranged reads, files written as a stream.
 
-A file is 8 bytes with the header's length, the header (a JSON object: tensor -> dtype, shape,
-data_offsets), then the tensors' bytes without gaps, little endian. A model is one such file, or
-several and `model.safetensors.index.json`, which says where each tensor lies. Nothing in a file is
-executed, and no size that a file claims is allocated before it is compared with the file's own.
+A model is one file, or several and `model.safetensors.index.json`, which says where each tensor lies.
 """
 
 import contextlib
 import json
-import math
 import os
 import posixpath
 import struct
-from collections.abc import Buffer, Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Buffer, Callable, Generator, Mapping
+from typing import Any
 
 import fsspec
-import ml_dtypes
 import numpy as np
 
 from k3jax.errors import UserError, disk_errors
+from k3jax.safetensors_header import (
+    MAX_HEADER,
+    TensorInfo,
+    dtype_of,
+    header_of,
+    name_of,
+    parse_header,
+    parse_json,
+)
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MAX_JSON = 500_000_000  # bytes; the index of the release has 60 million
-MAX_RANK = 32
-
-_DTYPES = {
-    "BOOL": np.dtype("bool"),
-    "U8": np.dtype("uint8"),
-    "I8": np.dtype("int8"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def dtype_of(name: str) -> np.dtype:
-    """NumPy's dtype for a safetensors dtype such as "BF16"."""
-    return _DTYPES[name]
-
-
-def name_of(dtype: np.dtype) -> str:
-    """The safetensors name of a dtype; the inverse of `dtype_of`."""
-    return _NAMES[np.dtype(dtype)]
-
-
-class TensorInfo(NamedTuple):
-    """Where a tensor lies: bytes [begin, end) of `file`, counted from the file's start."""
-
-    dtype: str  # safetensors name: F32, BF16, F16, U8 ...
-    shape: tuple[int, ...]
-    file: str
-    begin: int
-    end: int
 
 
 class SafetensorsFolder:
@@ -75,6 +38,7 @@ class SafetensorsFolder:
     Args:
         path: a folder, local or any URL that fsspec can read.
         payload: whether the files must hold the tensors' bytes; without, they may end after the header.
+        on_file: told (headers read, files in all) after each header.
 
     Attributes:
         config: parsed config.json.
@@ -87,7 +51,13 @@ class SafetensorsFolder:
     Raises: UserError that names file and value, for anything that is not a whole, consistent model.
     """
 
-    def __init__(self, path: str, *, payload: bool = True):
+    def __init__(
+        self,
+        path: str,
+        *,
+        payload: bool = True,
+        on_file: Callable[[int, int], None] | None = None,
+    ):
         self.path = path
         self._open(path)
         listing = self._list()
@@ -101,7 +71,7 @@ class SafetensorsFolder:
             )
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[str, dict[str, str]] = {}
-        for file in self.files:
+        for number, file in enumerate(self.files, start=1):
             if weight_map and listing is not None and file not in listing:
                 raise UserError(f"{self._url(file)} is named in {INDEX} but absent: fetch it")
             self.metadata[file], found = self._header(file, payload)
@@ -112,6 +82,8 @@ class SafetensorsFolder:
                         "a tensor lies in one file"
                     )
                 self.tensors[name] = info
+            if on_file is not None:
+                on_file(number, len(self.files))
         if not self.tensors:
             raise UserError(f"{path} holds no tensors in {', '.join(self.files)}")
         self.total_bytes = sum(info.end - info.begin for info in self.tensors.values())
@@ -133,10 +105,9 @@ class SafetensorsFolder:
 
     def copy_small(self, name: str, local_path: str | os.PathLike) -> None:
         """Copies another file of the folder, such as the tokenizer."""
-        local = os.fspath(local_path)
-        with disk_errors(f"{self._url(name)} not copied"):
-            self.fs.get_file(self._inside(name), local + ".part")
-            os.replace(local + ".part", local)
+        data = self._range(name, 0, self._size(name))
+        with _whole(os.fspath(local_path)) as write:
+            write(data)
 
     # -- files
 
@@ -145,7 +116,9 @@ class SafetensorsFolder:
             self.fs, self.root = fsspec.core.url_to_fs(path)
         except (ValueError, ImportError, OSError) as error:
             raise UserError(f"{path} cannot be opened: {error}") from error
-        self._local = "file" in _protocols(self.fs)
+        kinds = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        self._local, self._listed = "file" in kinds, not kinds & {"http", "https"}
+        self._paths: dict[str, str] = {}
         if not self._local:
             return
         if not os.path.exists(self.root):
@@ -157,19 +130,20 @@ class SafetensorsFolder:
         self.root = os.path.realpath(self.root)
 
     def _list(self) -> set[str] | None:
-        """Names in the folder; None where there is no listing (HTTP): then the index alone says."""
-        if {"http", "https"} & _protocols(self.fs):
+        """Files of the folder; None where there is no listing (HTTP): then the index alone says."""
+        if not self._listed:
             return None
-        try:
-            return {posixpath.basename(p.rstrip("/")) for p in self.fs.ls(self.root, detail=False)}
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be listed: {error}") from error
+        with self._source(""):
+            found = self.fs.ls(self.root, detail=True)
+        return {posixpath.basename(f["name"]) for f in found if f["type"] != "directory"}
 
     def _url(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
 
     def _inside(self, name: str) -> str:
         """The file system's path of a name; a local link may not lead out of the folder."""
+        if name in self._paths:
+            return self._paths[name]
         path = f"{self.root.rstrip('/')}/{name}"
         if self._local:
             # The cache of huggingface_hub links its snapshots to <repository>/blobs.
@@ -180,25 +154,33 @@ class SafetensorsFolder:
                 raise UserError(
                     f"{self._url(name)} is a link to {real}, outside the folder: copy it"
                 )
+        self._paths[name] = path
         return path
 
-    def _size(self, name: str) -> int:
+    @contextlib.contextmanager
+    def _source(self, name: str) -> Generator[None]:
+        """Failures of the file system inside the block are the source's, in one line."""
         try:
-            size = self.fs.size(self._inside(name))
-        except OSError as error:
-            why = (
-                "is absent" if isinstance(error, FileNotFoundError) else f"is unreadable ({error})"
-            )
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if self._local and not isinstance(error, OSError):
+                raise  # a defect; remote file systems have exceptions of their own
+            absent = isinstance(error, FileNotFoundError)
+            why = "is absent" if absent else f"is unreadable ({error})"
             raise UserError(f"{self._url(name)} {why}: fetch it") from error
+
+    def _size(self, name: str) -> int:
+        with self._source(name):
+            size = self.fs.size(self._inside(name))
         if size is None:
             raise UserError(f"{self._url(name)}: the server does not tell its size; download it")
         return size
 
     def _range(self, name: str, begin: int, end: int) -> bytes:
-        try:
+        with self._source(name):
             data = self.fs.cat_file(self._inside(name), begin, end) if end > begin else b""
-        except OSError as error:
-            raise UserError(f"{self._url(name)} is unreadable: {error}") from error
         if len(data) != end - begin:
             raise UserError(
                 f"{self._url(name)} gave {len(data)} bytes at {begin} of {end - begin}: fetch it again"
@@ -209,7 +191,7 @@ class SafetensorsFolder:
         size = self._size(name)
         if size > MAX_JSON:
             raise UserError(f"{self._url(name)} has {size:,} bytes, more than {MAX_JSON:,}")
-        return _parse(self._range(name, 0, size), self._url(name))
+        return parse_json(self._range(name, 0, size), self._url(name))
 
     # -- index and headers
 
@@ -259,20 +241,7 @@ class SafetensorsFolder:
                 f"{where} claims a header of {length:,} bytes; the file has {size:,} and the limit "
                 f"is {MAX_HEADER:,}: truncated, or no safetensors file"
             )
-        header = _parse(self._range(file, 8, 8 + length), f"header of {where}")
-        metadata = header.pop("__metadata__", None) or {}
-        if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
-            raise UserError(f"header of {where}: __metadata__ must map strings to strings")
-        found = dict(sorted(_infos(header, where, file, 8 + length), key=lambda item: item[1][3:]))
-        position = 8 + length
-        for name, info in found.items():
-            if info.begin != position:
-                what = "overlaps the tensor before it" if info.begin < position else "leaves a gap"
-                raise UserError(
-                    f"{where}: {name!r} begins at {info.begin - 8 - length}, not at "
-                    f"{position - 8 - length}: it {what}"
-                )
-            position = info.end
+        metadata, found, position = parse_header(self._range(file, 8, 8 + length), where, file)
         if payload and position != size:
             what = "truncated, fetch it again" if position > size else "surplus bytes at its end"
             raise UserError(
@@ -296,90 +265,11 @@ class SafetensorsFolder:
             )
 
 
-def _protocols(fs: Any) -> set[str]:
-    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-
-
 def _shards(names: Any) -> set[str]:
     return {n for n in names if n.endswith(SUFFIX)}
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, in which no name comes twice and no number is NaN or infinite."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise UserError(f"{where} has {twice!r} twice")
-        return values
-
-    def constant(word: str) -> None:
-        raise UserError(f"{where} has the number {word}, which is no JSON")
-
-    try:
-        parsed = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant)
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise UserError(f"{where} is no JSON object but {str(parsed)[:40]!r}")
-    return parsed
-
-
-def _infos(
-    header: Mapping[str, Any], where: str, file: str, start: int
-) -> Iterator[tuple[str, TensorInfo]]:
-    """The entries of a header, each checked by itself."""
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for equal shapes
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise UserError(
-                f"{where}: {name!r} needs dtype, shape and two data_offsets, not {str(entry)[:80]}"
-            ) from None
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise UserError(
-                f"{where}: {name!r} has dtype {dtype!r}; known are {', '.join(_DTYPES)}"
-            )
-        if not _sizes(shape) or len(shape) > MAX_RANK:
-            raise UserError(f"{where}: {name!r} has shape {str(shape)[:80]}: not a list of sizes")
-        if not _sizes([begin, end]) or begin > end:
-            raise UserError(f"{where}: {name!r} has data_offsets {str([begin, end])[:80]}")
-        if math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
-            raise UserError(
-                f"{where}: {name!r} has {end - begin} bytes, which is not {dtype} of shape {shape}"
-            )
-        shape = tuple(shape)
-        yield (
-            name,
-            TensorInfo(dtype, shapes.setdefault(shape, shape), file, start + begin, start + end),
-        )
-
-
-def _sizes(values: Any) -> bool:
-    return type(values) is list and all(type(v) is int and 0 <= v < 2**63 for v in values)
-
-
 # -- writing
-
-
-def header_of(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None
-) -> bytes:
-    """Length and header of a file with these tensors (name -> dtype, shape), in this order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        end = position + math.prod(shape) * _DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # as the safetensors library aligns the first tensor
-    return struct.pack("<Q", len(text)) + text
 
 
 def write_file(
@@ -405,7 +295,7 @@ def write_file(
         write(header_of(tensors, metadata))
         for name, (dtype, shape) in tensors.items():
             array = arrays(name)
-            if array.dtype != dtype_of(dtype) or array.shape != tuple(shape):
+            if name_of(array.dtype) != dtype or array.shape != tuple(shape):
                 raise ValueError(f"{name!r} is {array.dtype} {array.shape}, not {dtype} {shape}")
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             write(data)

@@ -1,6 +1,7 @@
 """The tables of `k3jax configs`: what a named experiment is, counted on its real parameter tree."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import jax
 from rich.console import Group
@@ -12,9 +13,9 @@ from k3jax.flops import flops_per_token, forward_flops_per_token, parameter_coun
 from k3jax.train_state import init_state
 
 
-def layer_kinds(cfg: ExperimentConfig) -> str:
-    """Layers by type, for example "1 KDA + dense, 8 KDA + MoE, 4 MLA + MoE"."""
-    counts = Counter(cfg.model.layers)
+def layer_kinds(layers: Iterable[tuple[str, str]]) -> str:
+    """(attention, mixer) of layers by type, for example "1 KDA + dense, 8 KDA + MoE, 4 MLA + MoE"."""
+    counts = Counter(layers)
     names = {"dense": "dense", "moe": "MoE"}
     return ", ".join(
         f"{n} {attention.upper()} + {names[mixer]}" for (attention, mixer), n in counts.items()
@@ -61,7 +62,7 @@ def config_table(cfg: ExperimentConfig) -> Group:
     flops = flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
     forward = forward_flops_per_token(cfg.model, cfg.seq_len, counts.matmul)
     for name, value in (
-        ("layers", f"{cfg.model.num_layers}: {layer_kinds(cfg)}"),
+        ("layers", f"{cfg.model.num_layers}: {layer_kinds(cfg.model.layers)}"),
         ("attention residuals", mixes),
         ("width, vocabulary", f"{cfg.model.width:,}, {cfg.model.vocab_size:,}"),
         ("training state", human_bytes(training_state_bytes(cfg))),

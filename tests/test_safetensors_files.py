@@ -15,16 +15,8 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from k3jax.errors import UserError
-from k3jax.safetensors_files import (
-    INDEX,
-    MAX_HEADER,
-    SafetensorsFolder,
-    dtype_of,
-    header_of,
-    name_of,
-    write_file,
-    write_index,
-)
+from k3jax.safetensors_files import INDEX, SafetensorsFolder, write_file, write_index
+from k3jax.safetensors_header import MAX_HEADER, dtype_of, header_of, name_of
 from tests.golden_io import golden_dir
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -262,6 +254,10 @@ CASES = {
     "three offsets": (
         lambda f: single(f, {"a": entry(offsets=(0, 4, 8))}),
         "'a' needs dtype, shape and two data_offsets",
+    ),
+    "endless name": (
+        lambda f: single(f, {"a" * 10**6: entry()}),
+        "aaa'... is a name of 1,000,000 characters",
     ),
     "unknown dtype": (
         lambda f: single(f, {"a": entry("F13")}),
