@@ -328,6 +328,14 @@ def test_a_search_ranks_what_fits(formula):
     assert {c.sizes["context"] for c in fixed} == {2}
 
 
+def test_golden_plans_cover_the_contexts_of_kimi_k3():
+    lengths = {"tpu7x": (8, 64, 256, 1024), "v5p": (8, 64)}  # thousands of tokens a row
+    asked = [from_command(json.loads(path.read_text())["command"]) for path in PLANS]
+    got = sorted((cfg.topology, cfg.run.seq_len) for cfg in asked)
+    slices = {"tpu7x": "tpu7x:8x16x16", "v5p": "v5p:16x16x16"}
+    assert got == sorted((slices[chip], k * 1024) for chip in lengths for k in lengths[chip])
+
+
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_golden_plans_hold(path):
     """What needs no compiler is derived again; what the compiler said is consistent."""
