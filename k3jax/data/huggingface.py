@@ -139,7 +139,7 @@ def _byte_pieces(spec: dict, vocab: dict[str, int], size: int) -> list[bytes] | 
         return None
     if normalizer not in (None, "NFC"):
         return None
-    table = _byte_of_letter()
+    table = byte_of_letter()
     added = {token["content"] for token in spec.get("added_tokens") or []}
     pieces = [b""] * size
     for text, token in vocab.items():
@@ -152,7 +152,7 @@ def _byte_pieces(spec: dict, vocab: dict[str, int], size: int) -> list[bytes] | 
     return pieces
 
 
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """The byte-level alphabet: printable Latin-1 stands for itself, the rest moves to U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in plain]

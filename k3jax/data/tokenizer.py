@@ -1,13 +1,16 @@
 """Text to token ids and back: what a tokenizer offers, the byte tokenizer, and how one is loaded.
 
 Ordinary text never becomes a control token: `encode` treats "<|open|>" as eight characters.
-Controls enter through their ids only (`bos_id`, `eos_id`, `specials`).
+Controls enter through their ids (`bos_id`, `eos_id`, `specials`), or through `encode_controls`,
+which is for text that the program itself wrote.
 """
 
 import abc
 import codecs
+import functools
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import SupportsInt
@@ -66,6 +69,19 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text, without begin or end tokens and without control tokens."""
+
+    def encode_controls(self, text: str) -> list[int]:
+        """Ids of text in which the names in `specials` are control tokens: no text of a user's."""
+        found = self._special_names.split(text)  # text, name, text, ..., text
+        ids = self.encode(found[0])
+        for name, after in zip(found[1::2], found[2::2], strict=True):
+            ids = [*ids, self.specials[name], *self.encode(after)]
+        return ids
+
+    @functools.cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        names = sorted(self.specials, key=len, reverse=True)  # the longest that fits
+        return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     @abc.abstractmethod
     def piece(self, token: int) -> bytes:
