@@ -179,6 +179,25 @@ def test_kf_086_released_ids(released_size, text, ids):
     assert released_size.encode(text) == ids
 
 
+def test_kf_086_controls_are_recognised_only_where_asked(released_size):
+    text = "<|close|>think<|sep|>"
+    assert released_size.encode_controls(text) == [163_588, 39_964, 163_589]
+    assert released_size.encode_controls("think") == [39_964]
+    assert released_size.encode_controls("<|open|>[EOS]") == [163_587, 163_585]
+    assert released_size.decode(released_size.encode(text)) == text
+    assert max(released_size.encode(text)) < 163_584
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_controls_round_trip(lossless, text):
+    assert lossless.decode(lossless.encode_controls(text)) == text
+
+
+def test_controls_of_other_tokenizers(byte_level):
+    assert byte_level.encode_controls("a</s>") == [*byte_level.encode("a"), byte_level.eos_id]
+    assert ByteTokenizer().encode_controls("a<|eos|><|x") == [97, 257, *b"<|x"]
+
+
 def test_kf_086_last_rank_specials_and_out_of_range(released_size):
     assert released_size.size == 163_840
     assert released_size.decode([163_583]) != ""
