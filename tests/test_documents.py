@@ -23,6 +23,7 @@ def test_links_lead_somewhere():
     for document in (
         "README.md",
         "docs/architecture.md",
+        "docs/chat.md",
         "docs/scaling.md",
         "tests/README.md",
         "benchmarks/README.md",
@@ -69,6 +70,22 @@ def test_readme_python_runs(tmp_path):
     assert blocks
     for block in blocks:
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
+
+
+def test_chat_guide_prints_what_it_shows(tmp_path):
+    """The command and the Python of docs/chat.md, one after the other, in an empty folder."""
+    guide = (ROOT / "docs/chat.md").read_text()
+    blocks = {
+        kind: re.findall(rf"```{kind}\n(.*?)```", guide, re.DOTALL)
+        for kind in ("bash", "python", "text")
+    }
+    for command in blocks["bash"]:
+        name, *args = command.split()
+        assert name == "k3jax"
+        subprocess.run([sys.executable, "-m", "k3jax.cli", *args], cwd=tmp_path, check=True)
+    program = [sys.executable, "-c", "\n".join(blocks["python"])]
+    done = subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "".join(blocks["text"])
 
 
 @pytest.mark.slow
