@@ -75,7 +75,8 @@ class Tokenizer(abc.ABC):
         found = self._special_names.split(text)  # text, name, text, ..., text
         ids = self.encode(found[0])
         for name, after in zip(found[1::2], found[2::2], strict=True):
-            ids = [*ids, self.specials[name], *self.encode(after)]
+            ids.append(self.specials[name])
+            ids += self.encode(after)
         return ids
 
     @functools.cached_property

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from k3jax.data.bpe_training import train_bpe, write_ranks
-from k3jax.data.chat import CLOSE, END_OF_MESSAGE, OPEN, SEP, ChatOptions
+from k3jax.data.chat import CLOSE, END_OF_MESSAGE, OPEN, SEP, ChatOptions, chat_segments, render
 from k3jax.data.text import load_corpus
 from k3jax.data.tokenizer import load_tokenizer
 
@@ -145,6 +145,25 @@ def tag(name: str, body: str = "", /, **attributes: str) -> str:
 
 def message(body: str, /, **attributes: str) -> str:
     return tag("message", body, **attributes) + END_OF_MESSAGE
+
+
+RAW = ChatOptions(thinking=False, generation_prefix=False)  # nothing but the messages
+
+
+def text_of(*messages, options=RAW):
+    return render(chat_segments(messages, options))
+
+
+def calling(*calls, **fields):
+    calls = [{"id": id, "function": {"name": n, "arguments": a}} for id, n, a in calls]
+    return {"role": "assistant", "tool_calls": calls} | fields
+
+
+def result(content, **fields):
+    return {"role": "tool", "content": content} | fields
+
+
+TWO = calling(("x", "first", None), ("y", "second", None))
 
 
 def plain(text: str) -> str:
