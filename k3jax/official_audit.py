@@ -187,7 +187,7 @@ def _check_quantization(
             if (value := _get(part, key, default)) != values[key]:
                 raise ValueError(
                     f"quantization_config: {key}={value!r} is not supported; "
-                    f"released are 4-bit experts with {values[key]!r}"
+                    f"the released format has {values[key]!r}"
                 )
     if not packed:
         raise ValueError(

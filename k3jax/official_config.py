@@ -24,7 +24,6 @@ K3_KEYS = (
     "mla_use_output_gate",
     "routed_expert_hidden_size",
 )
-COUNTS = ("_size", "_dim", "_rank", "_group", "_replace")  # ends of keys, besides "num_..."
 MAX_LAYERS = 10_000
 K3_LINEAR_KEYS = ("gate_lower_bound", "use_full_rank_gate")  # inside linear_attn_config
 
@@ -69,8 +68,20 @@ MXFP4 = {
 }
 
 
+COUNTS = ("_size", "_dim", "_rank", "_group", "_replace")  # ends of keys, besides "num_..."
+WORDS = ("hidden_act", "moe_router_activation_func")
+LISTS = ("kda_layers", "full_attn_layers", "linear_attn_config")
+MAY_BE_NULL = (
+    *K3_KEYS,
+    *K3_LINEAR_KEYS,
+    "q_lora_rank",
+    "short_conv_kernel_size",
+    "num_experts",
+)
+
+
 class _Required(Mapping):
-    """A view of a config whose missing keys are errors that name the key."""
+    """A view of a config: a missing key, or one whose value is of the wrong type, is an error that names it."""
 
     def __init__(self, values: Mapping[str, Any], where: str = ""):
         self.values_, self.where = values, where
@@ -78,10 +89,21 @@ class _Required(Mapping):
     def __getitem__(self, key: str) -> Any:
         if key not in self.values_:
             raise ValueError(f"config lacks {self.where}{key}, which defines the model: add it")
-        return self.values_[key]
+        value = self.values_[key]
+        if key in LISTS:
+            return value
+        if key.startswith("num_") or key.endswith(COUNTS):
+            good, what = type(value) is int, "an integer"
+        elif key in WORDS:
+            good, what = isinstance(value, str), "a word"
+        else:
+            good, what = isinstance(value, int | float), "a number or true or false"
+        if not good and not (value is None and key in MAY_BE_NULL):
+            raise ValueError(f"{self.where}{key}={value!r} must be {what}")
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values_.get(key, default)
+        return self[key] if key in self.values_ else default
 
     def __iter__(self):
         return iter(self.values_)
@@ -109,6 +131,9 @@ def attention_schedule(config: Mapping[str, Any]) -> tuple[Attention, ...]:
         config["num_hidden_layers"],
         _Required(config["linear_attn_config"], "linear_attn_config."),
     )
+    for key in ("kda_layers", "full_attn_layers"):
+        if type(linear[key]) is not list or any(type(i) is not int for i in linear[key]):
+            raise ValueError(f"linear_attn_config.{key} must be a list of layer numbers")
     kda, mla = set(linear["kda_layers"]), set(linear["full_attn_layers"])
     if n > MAX_LAYERS:  # before anything is as long as a number in a file says
         raise ValueError(f"num_hidden_layers={n} is more than {MAX_LAYERS}")
@@ -164,11 +189,6 @@ def config_from_official(
             c[key]
         for key in K3_LINEAR_KEYS:
             linear[key]
-    for part in (config, linear):
-        for key in part:
-            count = key.startswith("num_") or key.endswith(COUNTS)
-            if count and part.get(key) is not None and type(part.get(key)) is not int:
-                raise ValueError(f"{key}={part.get(key)!r} must be an integer")
     g_min = linear.get("gate_lower_bound")
     if g_min is None:
         log.info("gate_lower_bound is null or absent: KDA uses the unbounded softplus gate")
@@ -189,7 +209,7 @@ def config_from_official(
         )
     head_dim = linear["head_dim"]
     pattern, closing = fold_schedule(attention_schedule(c))
-    block_size = config.get("attn_res_block_size")
+    block_size = c.get("attn_res_block_size")
     return K3Config(
         vocab_size=c["vocab_size"],
         width=c["hidden_size"],
@@ -218,7 +238,7 @@ def config_from_official(
             qk_nope_dim=c["qk_nope_head_dim"],
             qk_shared_dim=c["qk_rope_head_dim"],
             v_dim=c["v_head_dim"],
-            out_gate=bool(config.get("mla_use_output_gate")),
+            out_gate=bool(c.get("mla_use_output_gate")),
             latent_norm_eps=1e-6,  # the reference builds both norms without passing rms_norm_eps
             rope_theta=None if c["mla_use_nope"] else float(c["rope_theta"]),
         ),
@@ -228,8 +248,8 @@ def config_from_official(
             num_experts=c["num_experts"],
             num_active=c["num_experts_per_token"],
             ffn_dim=c["moe_intermediate_size"],
-            latent_dim=config.get("routed_expert_hidden_size"),
-            latent_norm=bool(config.get("latent_moe_use_norm")),
+            latent_dim=c.get("routed_expert_hidden_size"),
+            latent_norm=bool(c.get("latent_moe_use_norm")),
             num_shared=c["num_shared_experts"],
             router=c["moe_router_activation_func"],
             renormalize=c["moe_renormalize"],
@@ -249,11 +269,12 @@ def config_from_official(
             kind="none" if block_size is None else "block", block_size=block_size
         ),
         norm_eps=c["rms_norm_eps"],
-        init_std=config.get("initializer_range", 0.02),
+        init_std=c.get("initializer_range", 0.02),
         tie_embeddings=c["tie_word_embeddings"],
         dtype=dtype,
         param_dtype=param_dtype,
         remat="none",
+        scan_layers=True,
     )
 
 
@@ -281,6 +302,7 @@ def function_of(cfg: K3Config) -> K3Config:
         dtype="bfloat16",
         param_dtype="bfloat16",
         remat="none",
+        scan_layers=True,
     )
 
 

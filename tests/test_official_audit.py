@@ -244,7 +244,18 @@ CASES = {
     "text no object": (lambda c, t: c.update(text_config=3), "text_config must be an object"),
     "number as text": (text(hidden_size="64"), "hidden_size='64' must be an integer"),
     "fraction": (text(num_experts=8.5), r"num_experts=8\.5 must be an integer"),
-    "null": (text(hidden_size=None), r"config\.json: "),
+    "null": (text(hidden_size=None), r"config\.json: hidden_size=None must be an integer"),
+    "false as text": (
+        text(mla_use_nope="false"),
+        "mla_use_nope='false' must be a number or true or",
+    ),
+    "epsilon as text": (text(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a number"),
+    "number for a word": (text(hidden_act=1), "hidden_act=1 must be a word"),
+    "count true": (text(vocab_size=True), "vocab_size=True must be an integer"),
+    "lists of another kind": (
+        lambda c, t: c["text_config"]["linear_attn_config"].update(kda_layers=["1"]),
+        r"config\.json: linear_attn_config\.kda_layers must be a list of layer numbers",
+    ),
     "many layers": (text(num_hidden_layers=10**9), "num_hidden_layers=1000000000 is more than"),
     "many experts": (text(num_experts=10**12), "num_experts, over all layers=4000000000000, but"),
     "many vision layers": (
