@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from concurrent import futures
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from k3jax.configs import preset
 from k3jax.data.tiktoken_bpe import K3_SPLIT, cut_long
 from k3jax.data.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
 from k3jax.errors import UserError
@@ -177,6 +179,24 @@ def test_surrogates_have_bytes(lossless):
 def test_kf_086_released_ids(released_size, text, ids):
     """The split pattern puts the released vocabulary's pieces where the official ids say."""
     assert released_size.encode(text) == ids
+
+
+@pytest.mark.golden
+def test_kf_086_ids_of_the_released_file(released_size):
+    """With the file that K3JAX_TIKTOKEN names, ids; without it, as many pieces as the ids allow."""
+    expected = RELEASED | {
+        "get_weather": [618, 21_055, 2800],
+        "XMLHttpRequest": [19_962, 9928, 3188],
+        "newlines": [3514, 11_541],
+    }
+    path = os.environ.get("K3JAX_TIKTOKEN")
+    tokenizer = load_tokenizer(path) if path else released_size
+    for text, ids in expected.items():
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert len(regex.findall(f"(?V1){K3_SPLIT}", text)) <= len(ids)
+        if path:
+            assert tokenizer.encode(text) == ids
+    assert tokenizer.size == preset("kimi_k3")().model.vocab_size == 163_840
 
 
 def test_kf_086_controls_are_recognised_only_where_asked(released_size):
