@@ -69,6 +69,14 @@ MXFP4 = {
 
 
 COUNTS = ("_size", "_dim", "_rank", "_group", "_replace")  # ends of keys, besides "num_..."
+SWITCHES = (
+    "latent_moe_use_norm",
+    "mla_use_nope",
+    "mla_use_output_gate",
+    "moe_renormalize",
+    "tie_word_embeddings",
+    "use_full_rank_gate",
+)
 WORDS = ("hidden_act", "moe_router_activation_func")
 LISTS = ("kda_layers", "full_attn_layers", "linear_attn_config")
 MAY_BE_NULL = (
@@ -95,9 +103,11 @@ class _Required(Mapping):
         if key.startswith("num_") or key.endswith(COUNTS):
             good, what = type(value) is int, "an integer"
         elif key in WORDS:
-            good, what = isinstance(value, str), "a word"
+            good, what = type(value) is str, "a word"
+        elif key in SWITCHES:
+            good, what = type(value) is bool, "true or false"
         else:
-            good, what = isinstance(value, int | float), "a number or true or false"
+            good, what = type(value) in (int, float), "a number"
         if not good and not (value is None and key in MAY_BE_NULL):
             raise ValueError(f"{self.where}{key}={value!r} must be {what}")
         return value

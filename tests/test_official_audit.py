@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import time
@@ -247,9 +249,10 @@ CASES = {
     "null": (text(hidden_size=None), r"config\.json: hidden_size=None must be an integer"),
     "false as text": (
         text(mla_use_nope="false"),
-        "mla_use_nope='false' must be a number or true or",
+        "mla_use_nope='false' must be true or false",
     ),
     "epsilon as text": (text(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a number"),
+    "epsilon true": (text(rms_norm_eps=True), "rms_norm_eps=True must be a number"),
     "number for a word": (text(hidden_act=1), "hidden_act=1 must be a word"),
     "count true": (text(vocab_size=True), "vocab_size=True must be an integer"),
     "lists of another kind": (
@@ -313,6 +316,39 @@ def test_kf_088_what_does_not_fit_is_one_line(tmp_path, golden, case):
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1500
+
+
+@pytest.mark.golden
+def test_kf_088_no_damage_ends_in_a_traceback(tmp_path, golden):
+    """Damaged headers, indices and configs are refused in one line, or change nothing that counts."""
+    source = golden_dir() / "multimodal" / "checkpoint"
+    intact = {path.name: path.read_bytes() for path in source.iterdir()}
+    for name, data in intact.items():
+        (tmp_path / name).write_bytes(data)
+    words = [b"null", b"true", b"-1", b"1e9", b"[]", b"{}", b'""', b"9" * 20, b"0", b'"a"', b"1.5"]
+    rng, refused = random.Random(0), 0
+    for round_ in range(400):
+        name = rng.choice(["config.json", *sorted(intact)])
+        data = bytearray(intact[name])
+        header = min(len(data), 8 + int.from_bytes(data[:8], "little"))
+        at = rng.randrange(header)
+        if round_ % 4 == 0:
+            data[at] = rng.randrange(256)
+        elif round_ % 4 == 1:
+            del data[at : at + rng.randint(1, 50)]
+        else:  # another value, of the same length in a header
+            values = list(re.finditer(rb"(?<=: )[^,{}\[\]]+|(?<=:)[^,{}\[\]]+", data[:header]))
+            start, end = rng.choice(values).span()
+            word = rng.choice(words)
+            size = end - start if name.endswith(".safetensors") else len(word)
+            data[start:end] = word.ljust(size)[: max(size, len(word))]
+        (tmp_path / name).write_bytes(data)
+        try:
+            audit(SafetensorsFolder(str(tmp_path)))
+        except UserError:
+            refused += 1
+        (tmp_path / name).write_bytes(intact[name])
+    assert refused > 200
 
 
 # -- the table
