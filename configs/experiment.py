@@ -19,6 +19,7 @@ class ExperimentConfig:
     data: str | None = None  # file, folder or glob; None: the running Python's standard library
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json or tiktoken file
     run_dir: str | None = None  # folder of the run; None: runs/<name>
+    init_from: str | None = None  # model folder whose weights to start from; None: random ones
     checkpoint_every: int  # steps between checkpoints
     keep_last: int = 3  # newest checkpoints kept
     keep_every: int | None = None  # steps; multiples of this are kept for good

@@ -6,9 +6,9 @@
 
 Writing is asynchronous: orbax copies the arrays to the host before `save` returns (the next step
 may donate them), writes `<step>.orbax-checkpoint-tmp…` in the background and renames it, which is
-the commit. Old checkpoints are deleted only after that. A folder that lacks a part was never
-committed; readers pass over it. Any number of processes, on any mesh, reads what any other wrote. The word sums find arrays that changed on disk, which the file
-format alone does not.
+the commit. Old checkpoints are deleted only after that. A folder that lacks a part was never committed;
+readers pass over it. Any number of processes, on any mesh, reads what any other wrote. The word sums
+find arrays that changed on disk, which the file format alone does not.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from k3jax import hosts
 from k3jax.errors import UserError, disk_errors
 
 FORMAT = 2  # raised when a reader of the previous format would misread the files
+CHUNK = 32 * 2**20  # bytes of an array that lie together, and are read together, at most
 UNFINISHED = ".orbax-checkpoint-tmp"
 PARTS = ("_CHECKPOINT_METADATA", "state/_METADATA", "data", "meta/metadata")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -120,11 +121,12 @@ class CheckpointWriter:
             "versions": library_versions(),
             "word_sums": _word_sums(leaves),
         }
+        cut = nested({name: _cut(name, leaf) for name, leaf in leaves.items()})
         with _saving(self.directory):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(nested(leaves)),
+                    state=ocp.args.PyTreeSave(nested(leaves), save_args=cut),
                     data=CheckpointSave(data),
                     meta=ocp.args.JsonSave(meta),
                 ),
@@ -222,7 +224,7 @@ def restore_numpy(directory: Path, *, step: int | None = None) -> dict[str, Any]
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta part of the checkpoint folder `path`: format, step, config, versions, word sums."""
-    with _damage(path):
+    with damage(path):
         meta = json.loads((path / "meta/metadata").read_text())
         written = meta["format"]
     if written != FORMAT:
@@ -261,7 +263,7 @@ def _read_arrays(path: Path, arguments: Any, meta: dict[str, Any]) -> dict[str, 
     sums = _word_sums(leaves)
     changed = [name for name in sums if sums[name] != meta["word_sums"].get(name)]
     if changed:
-        raise _damaged(path, f"not what was saved: {_some(changed)}")
+        raise damaged(path, f"not what was saved: {_some(changed)}")
     return leaves
 
 
@@ -274,7 +276,7 @@ def _read(path: Path, function: Callable[[], Any]) -> Any:
         reason = _reason(error)
         if reason is None:
             raise
-        raise _damaged(path, reason) from error
+        raise damaged(path, reason) from error
 
 
 @functools.cache
@@ -306,11 +308,11 @@ def _quiet_abandoned_io() -> None:
 
 
 def _read_data(path: Path) -> list[dict[str, Any]]:
-    with _damage(path):
+    with damage(path):
         files = sorted((path / "data").glob("process_*-of-*.json"))
         wanted = int(files[0].stem.rpartition("-")[2]) if files else 1
         if len(files) != wanted:
-            raise _damaged(path, f"{len(files)} of {wanted} data positions are there")
+            raise damaged(path, f"{len(files)} of {wanted} data positions are there")
         return [json.loads(file.read_text()) for file in files]
 
 
@@ -339,6 +341,13 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _cut(name: str, leaf: Any) -> ocp.SaveArgs:
+    """Chunks on the disk: large stacks are cut at layers and experts, which export reads singly."""
+    stacked = 2 if "/experts/" in name else 1 if leaf.ndim > 2 else 0
+    large = leaf.size * np.dtype(_stored(leaf)[1]).itemsize > CHUNK
+    return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(stacked if large else 0)))
 
 
 def _is_key(leaf: Any) -> bool:
@@ -407,7 +416,7 @@ def _free_name(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Generator[None]:
+def damage(path: Path) -> Generator[None]:
     """A committed checkpoint that cannot be read: say which, and how to go on without it."""
     try:
         yield
@@ -416,7 +425,7 @@ def _damage(path: Path) -> Generator[None]:
     except Exception as error:
         if _reason(error) is None:
             raise
-        raise _damaged(path, _reason(error)) from error
+        raise damaged(path, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str | None:
@@ -429,7 +438,8 @@ def _reason(error: Exception) -> str | None:
     return f"{error.__cause__ or error}".split("\n")[0][:200]
 
 
-def _damaged(path: Path, reason: str | None) -> UserError:
+def damaged(path: Path, reason: str | None) -> UserError:
+    """The error of a checkpoint whose files are wrong."""
     complete, _ = steps(path.parent)
     older = [step for step in complete if step < int(path.name)]
     then = f"continue from step {older[-1]}" if older else "start again (it is the only one)"

@@ -7,8 +7,9 @@ JAX is loaded after the sub-command, the config's name and the versions are know
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3jax.errors import UserError
@@ -26,11 +27,13 @@ USAGE = """usage: k3jax COMMAND ...
   k3jax eval --run-dir DIR [--data PATH]     its loss and bits per byte
   k3jax plan CONFIG --topology NAME ...      will it fit a slice of TPUs, and how fast is it
   k3jax tokenizer --size N --out FILE.model  a vocabulary from your text, for small models
+  k3jax import FOLDER MODEL_DIR              a released checkpoint as a model to generate from, or train
+  k3jax export MODEL_DIR FOLDER              a model or run as a checkpoint in the released layout
   k3jax inspect FOLDER                       what a checkpoint of safetensors files holds
   k3jax configs [NAME]                       what the named configurations are
   k3jax check                                whether the installed versions fit together
 
-Each command has --help. CONFIG is one of: {configs}."""
+Each command has --help. CONFIG is a model folder, or one of: {configs}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,8 @@ def _dispatch(args: list[str]) -> int:
         "eval": _eval,
         "plan": _plan,
         "tokenizer": _tokenizer,
+        "import": _import,
+        "export": _export,
         "inspect": _inspect,
         "configs": _configs,
         "check": _check,
@@ -113,6 +118,51 @@ def _train(args: list[str]) -> int:
         hosts.disconnect()
 
 
+def _import(args: list[str]) -> int:
+    from k3jax.import_official import ImportArgs, import_model
+
+    if _wants_help(args):
+        return show_help(ImportArgs(), "k3jax import SOURCE MODEL_DIR")
+    source, target = _two(args, "k3jax import SOURCE MODEL_DIR")
+    asked = overridden(ImportArgs(), args[2:], "k3jax import")
+    return _with_hosts(asked.platform, lambda: import_model(source, target, asked))
+
+
+def _export(args: list[str]) -> int:
+    from k3jax.export_official import ExportArgs, export_model
+
+    if _wants_help(args):
+        return show_help(ExportArgs(), "k3jax export MODEL_DIR FOLDER")
+    model, target = _two(args, "k3jax export MODEL_DIR FOLDER")
+    asked = overridden(ExportArgs(), args[2:], "k3jax export")
+    return _with_hosts(asked.platform, lambda: export_model(model, target, asked.step))
+
+
+def _two(args: list[str], usage: str) -> list[str]:
+    """The two folders that the arguments begin with."""
+    if len(args) < 2 or any(arg.startswith("-") for arg in args[:2]):
+        raise UserError(f"two folders are needed first: {usage}")
+    return args[:2]
+
+
+def _with_hosts(platform: str | None, work: Callable[[], int]) -> int:
+    """Runs `work` on every process of the run, which ends if one is lost."""
+    from k3jax import devices, hosts
+
+    devices.check_versions()
+    hosts.connect()
+    try:
+        with hosts.announced():
+            alone = hosts.count() == 1  # several say with their devices what each reads
+            devices.start_backend(platform or ("cpu" if alone else None))
+            return work()
+    except hosts.LostHost as error:
+        print(f"k3jax: {error}", file=sys.stderr, flush=True)
+        hosts.end_alone(hosts.LOST_STATUS)
+    finally:
+        hosts.disconnect()
+
+
 def _plan(args: list[str]) -> int:
     from k3jax.configs import PRESETS
 
@@ -137,16 +187,21 @@ def _plan(args: list[str]) -> int:
 
 
 def _preset(name: str, command: str = "train") -> "ExperimentConfig":
-    """The named configuration, once name and versions are known to be good."""
+    """The named configuration, or that of a model folder, once name and versions are known to be good."""
     from k3jax.configs import PRESETS, preset
     from k3jax.devices import check_versions
 
     if name.startswith("-"):
         raise UserError(f"flag {name} comes before the config: k3jax {command} CONFIG {name} ...")
-    if name not in PRESETS:
-        raise UserError(f"unknown config {name!r}: {nearest(name, PRESETS)}")
-    check_versions()
-    return preset(name)()
+    if name in PRESETS:
+        check_versions()
+        return preset(name)()
+    if Path(name).expanduser().is_dir():
+        check_versions()
+        from k3jax.initial_state import training_config
+
+        return training_config(name)
+    raise UserError(f"unknown config {name!r}: {nearest(name, PRESETS)}")
 
 
 def _generate(args: list[str]) -> int:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +53,8 @@ class Finished(NamedTuple):
 class ImportArgs:
     # How routed experts in 4 bits are kept: as they are, or decoded (for training); None: as they are
     experts: Experts | None = None
-    mesh: MeshConfig = (
-        MeshConfig()
-    )  # for which several processes share the work, and later commands
+    # How later commands spread the model, and how several processes share the import
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
 
 

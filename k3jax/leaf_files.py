@@ -17,7 +17,7 @@ import tensorstore as ts
 from k3jax import checkpoint, hosts
 from k3jax.run_dir import write_whole
 
-CHUNK = 32 * 2**20  # bytes of a chunk at most, but for one matrix row that is larger
+CHUNK = checkpoint.CHUNK
 CACHE = 512 * 2**20  # bytes of decoded chunks kept while reading: neighbours share them
 
 

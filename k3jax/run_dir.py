@@ -26,6 +26,7 @@ MAY_CHANGE = {
     "data",
     "tokenizer",
     "run_dir",
+    "init_from",  # read before the first step only
     "checkpoint_every",
     "keep_last",
     "keep_every",
@@ -162,6 +163,24 @@ class Trained(NamedTuple):
     buffers: dict[str, Any]
 
 
+def load_config(path: str | Path, *, step: int | None = None) -> ExperimentConfig:
+    """The configuration of a run or model folder, as its checkpoint has it.
+
+    Args:
+        path: the folder. A tokenizer that lies in it is found wherever the folder is moved.
+        step: of the checkpoint; the newest if omitted.
+
+    Raises: UserError if there is no such folder or checkpoint, or it cannot be read.
+    """
+    run = RunDir(path)
+    if not run.path.is_dir():
+        raise UserError(f"run folder {str(path)!r} is no folder; train first, or name another")
+    meta = checkpoint.read_meta(checkpoint.checkpoint_folder(run.checkpoints, step))
+    cfg = from_json(ExperimentConfig, meta["config"])
+    beside = run.path.absolute() / cfg.tokenizer
+    return dataclasses.replace(cfg, tokenizer=str(beside)) if beside.is_file() else cfg
+
+
 def load_trained(path: str | Path, *, step: int | None = None) -> Trained:
     """The model of a run folder; optimizer state and data position are not read.
 
@@ -173,14 +192,10 @@ def load_trained(path: str | Path, *, step: int | None = None) -> Trained:
     """
     from k3jax.train_state import abstract_model
 
-    run = RunDir(path)
-    if not run.path.is_dir():
-        raise UserError(f"run folder {str(path)!r} is no folder; train first, or name another")
-    meta = checkpoint.read_meta(checkpoint.checkpoint_folder(run.checkpoints, step))
-    cfg = from_json(ExperimentConfig, meta["config"])
+    run, cfg = RunDir(path), load_config(path, step=step)
     _, params, buffers = abstract_model(cfg.model)
     target = {"params": params, "buffers": buffers}
-    found = checkpoint.restore(run.checkpoints, target, step=meta["step"], parts=tuple(target))
+    found = checkpoint.restore(run.checkpoints, target, step=step, parts=tuple(target))
     return Trained(cfg, found.step, **found.state)
 
 

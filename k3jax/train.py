@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -33,12 +34,14 @@ from k3jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from k3jax.display import Display
 from k3jax.errors import UserError
 from k3jax.flops import flops_per_token, parameter_counts, peak_flops, state_tree_bytes
+from k3jax.initial_state import check_trainable, initial_state
 from k3jax.meter import Diverged, Meter
 from k3jax.metrics import MetricsLog
+from k3jax.official_folder import pass_on
 from k3jax.run_dir import RunDir, to_json
 from k3jax.sharding.mesh import batch_sharding, check_batch, make_mesh, rows_sharding
 from k3jax.stop_signal import StopSignal
-from k3jax.train_state import TrainState, abstract_state, init_state
+from k3jax.train_state import TrainState, abstract_state
 from k3jax.train_step import make_eval_step, make_train_step
 
 DONE, DIVERGED, NOTHING_LEFT = 0, 3, 4  # exit codes; 2 is bad input
@@ -80,6 +83,9 @@ def train(
     """
     hosts.connect()
     run = RunDir(cfg.run_dir or f"runs/{cfg.name}")
+    check_trainable(cfg)
+    if cfg.init_from is not None and run.path.resolve() == Path(cfg.init_from).resolve():
+        raise UserError(f"{run.path} is the model that training starts from: choose another --run-dir")
     speaks = hosts.index() == 0
     try:
         with StopSignal() as stop, hosts.announced():
@@ -101,7 +107,12 @@ def train(
             setup = prepare(cfg, shown, on)
             hosts.same("configuration and data", _digest(setup))
             state = _restored(setup, run) if run.latest_step() is not None else None
-            where = "new" if state is None else f"continues after step {start}"
+            where = f"continues after step {start}"
+            if state is None:
+                where = "new"
+                if cfg.init_from is not None:  # now: nothing is written if the model does not fit
+                    state = initial_state(cfg, setup.mesh, setup.abstract)
+                    where = f"new, from the weights of {cfg.init_from}"
             shown.note(
                 f"run folder {run.path}: {where}; SIGTERM or Ctrl-C saves and stops (preemption service off)"
             )
@@ -110,6 +121,8 @@ def train(
                 return DONE
             if speaks:
                 run.create(cfg)
+                if start == 0 and cfg.init_from is not None:
+                    pass_on(Path(cfg.init_from), run.path)
             return _run(setup, run, state, start, stop, shown)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -222,20 +235,6 @@ def _restored(setup: Setup, run: RunDir) -> TrainState:
     return found.state
 
 
-def _initial(setup: Setup) -> TrainState:
-    """The state before the first step: on a mesh it is born sharded, by one compiled program."""
-    cfg = setup.cfg
-    shardings = jax.tree.map(lambda x: x.sharding, setup.abstract)
-    if setup.mesh.size == 1:  # uncompiled, see `init_params`
-        return jax.device_put(init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed)), shardings)
-    with jax.set_mesh(setup.mesh):
-        make = jax.jit(
-            lambda: init_state(cfg.model, cfg.optim, jax.random.key(cfg.seed), setup.mesh),
-            out_shardings=shardings,
-        )
-        return make()
-
-
 def compiled_steps(setup: Setup) -> tuple[Callable, Callable]:
     """Training and validation step, to be called under `jax.set_mesh`. The placement of the state is fixed: left to the compiler, the
     first output has another one than the first input, and the second call compiles again (KF-117).
@@ -277,7 +276,8 @@ def _run(
     display: Display,
 ) -> int:
     cfg = setup.cfg
-    state = _initial(setup) if state is None else state
+    if state is None:
+        state = initial_state(cfg, setup.mesh, setup.abstract)
     train_step, eval_step = compiled_steps(setup)
     meter = _meter(setup, skipped=int(state.skipped))
     log = MetricsLog(run, resume_step=start) if hosts.index() == 0 else None

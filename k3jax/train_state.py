@@ -142,12 +142,19 @@ def init_state(
     """
     init_key, run_key = jax.random.split(key)
     params, buffers = init_params(model, init_key, mesh)
+    return state_of(model, optim, run_key, params=params, buffers=buffers)
+
+
+def state_of(
+    model: ModelConfig, optim: OptimConfig, key: Array, *, params: dict, buffers: dict
+) -> TrainState:
+    """The state before the first step with these parameters, a fresh optimizer, and the run's key."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         buffers=buffers,
         opt_state=make_optimizer(model, optim).init(params),
-        key=jax.random.key_data(run_key),
+        key=jax.random.key_data(key),
         skipped=jnp.zeros((), jnp.int32),
         skipped_total=jnp.zeros((), jnp.int32),
     )

@@ -1,0 +1,320 @@
+"""`k3jax export`: a model in the official layout, as a stream of files, each written whole or not at all.
+
+What was imported goes out as it came: the same files with the same bytes, where training changed nothing.
+Other models get one file per layer (checkpoint format, section 1). A start after a kill keeps the files
+that are finished, and the index comes last.
+
+    DST/.k3jax-export/   what is being exported; finished.<process>.jsonl: finished files
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from k3jax import checkpoint, hosts, official_folder
+from k3jax.configs.experiment import ExperimentConfig
+from k3jax.convert_hf import Placed, all_entries, leaf_name, leaf_shapes
+from k3jax.display import Transfer
+from k3jax.errors import UserError, disk_errors
+from k3jax.leaf_files import LeafFiles
+from k3jax.model import K3Config
+from k3jax.official_config import config_from_official, config_to_official, function_of
+from k3jax.official_folder import Manifest
+from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from k3jax.run_dir import RunDir, from_json, write_whole
+from k3jax.safetensors_files import (
+    CONFIG,
+    INDEX,
+    dtype_of,
+    write_file,
+    write_index,
+)
+
+WORK = ".k3jax-export"
+OUTER_PREFIX = "language_model."
+TYPES = {"float32": "F32", "uint8": "U8"}  # of an entry; "plain" is the manifest's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArgs:
+    step: int | None = None  # checkpoint to use; None: the newest
+    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
+
+
+def export_model(path: str, target: str, step: int | None = None) -> int:
+    """Writes a model as an official checkpoint; continues what an earlier call began.
+
+    Args:
+        path: an imported model's folder, or a run's.
+        target: local folder, new or begun before.
+        step: of the run's checkpoint; the newest if omitted.
+
+    Returns: exit code 0.
+    Raises: UserError, one line, for a model that no official config can state, a folder of something
+        else, a damaged checkpoint, a disk that refuses.
+    Numerics: plain tensors are rounded to the manifest's type, bfloat16 without one; experts that came
+        in 4 bits are encoded by the compressed-tensors rule unless they are still what they were.
+    Memory: one tensor and `leaf_files.CACHE`.
+    """
+    if "://" in target:
+        raise UserError(f"{target} is no local folder: export to one, and copy it there")
+    run = RunDir(path)
+    if not run.path.is_dir():
+        raise UserError(f"{path!r} is no folder: give a model folder or the folder of a run")
+    folder = checkpoint.checkpoint_folder(run.checkpoints, step)
+    meta = checkpoint.read_meta(folder)
+    cfg = from_json(ExperimentConfig, meta["config"])
+    job = Export(run.path, folder, cfg, meta, Path(target).expanduser())
+    hosts.same("the model", job.digest)
+    lock = RunDir(job.target / WORK)
+    try:
+        with disk_errors(f"{target} not written"):
+            job.run(lock)
+    finally:
+        lock.close()
+    return 0
+
+
+class Export:
+    """One call on this process."""
+
+    def __init__(
+        self, path: Path, folder: Path, cfg: ExperimentConfig, meta: dict[str, Any], target: Path
+    ):
+        model = cfg.model
+        self.path, self.cfg, self.meta, self.target = path, cfg, meta, target
+        self.folder, self.leaves = folder, LeafFiles(folder / "state")
+        self.shapes = leaf_shapes(model)
+        self.official = path / official_folder.FOLDER
+        manifest = official_folder.read_manifest(path)
+        self.config = official_config(self.official, manifest, model)
+        self.manifest = manifest or default_manifest(model, "text_config" in self.config)
+        self.others = official_folder.open_tensors(path)
+        layout = {"prefix": self.manifest.prefix, "padded_a_log": self.manifest.padded_a_log}
+        self.own = {p.name: p for p in all_entries(model, **layout)}
+        self.tensors = {
+            p.name: (TYPES.get(p.entry.dtype, self.manifest.plain), p.entry.shape)
+            for p in all_entries(_exported(model, self.manifest.packed), **layout)
+        }
+        for name in self.manifest.carried:
+            if self.others is None or name not in self.others.tensors:
+                raise UserError(f"{self.official} lacks {name}: import the model again")
+            self.tensors[name] = self.others.tensors[name][:2]
+        self.sums: dict[str, int] = {}  # of what was read for the file in work
+        self.pair: tuple[str, np.ndarray, np.ndarray, int] | None = None
+        text = json.dumps([meta["step"], meta["config"], meta["word_sums"], self.config])
+        self.digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+    def run(self, lock: RunDir) -> None:
+        first = hosts.index() == 0
+        hosts.together(lambda: self._start(lock) if first else None)
+        done = read_finished(self.target / WORK)
+        done = {file: sums for file, sums in done.items() if (self.target / file).exists()}
+        left = [file for file in self.manifest.files if file not in done]
+        mine = left[hosts.index() :: hosts.count()]
+        hosts.together(lambda: None)  # all have read what is finished before it grows
+        self._write_files(mine, skipped=list(done) if hosts.count() == 1 else [])
+        if first:
+            self._finish()
+        hosts.together(lambda: None)
+
+    def _start(self, lock: RunDir) -> None:
+        work = self.target / WORK
+        begun = work / "source.json"
+        if begun.exists():
+            if json.loads(begun.read_bytes())["digest"] != self.digest:
+                raise UserError(
+                    f"{self.target} holds an unfinished export of another model: choose another folder"
+                )
+        elif self.target.exists():
+            foreign = sorted(p for p in self.target.iterdir() if p != work)
+            if foreign:
+                raise UserError(
+                    f"{self.target} is not empty (it has {foreign[0].name}): choose another folder"
+                )
+        lock.lock()
+        write_whole(begun, json.dumps({"digest": self.digest}).encode())
+
+    def _write_files(self, files: list[str], skipped: list[str]) -> None:
+        size = {file: sum(map(self._size, names)) for file, names in self.manifest.files.items()}
+        before = sum(size[file] for file in skipped)
+        total = before + sum(size[file] for file in files)
+        console = None if hosts.index() == 0 else Console(quiet=True)
+        record = self.target / WORK / f"finished.{hosts.index()}.jsonl"
+        most = -(-len(self.manifest.files) // hosts.count())
+        with (
+            Transfer("export", total=total, done=before, console=console) as shown,
+            record.open("ab") as out,
+        ):
+            out.write(b"\n")  # ends a line that a kill cut
+            for number in range(most):  # of each process as many, so that all hear of an error
+                part = files[number : number + 1]
+                hosts.together(lambda part=part: [self._write(file, out, shown) for file in part])
+
+    def _size(self, name: str) -> int:
+        dtype, shape = self.tensors[name]
+        return int(np.prod(shape, dtype=np.int64)) * dtype_of(dtype).itemsize
+
+    def _write(self, file: str, out: Any, shown: Transfer) -> None:
+        self.sums = {}
+        tensors = {name: self.tensors[name] for name in self.manifest.files[file]}
+        metadata = self.manifest.metadata.get(file)
+        write_file(self.target / file, tensors, self.tensor, metadata, on_bytes=shown.add)
+        out.write(json.dumps([file, self.sums]).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+    # -- values
+
+    def tensor(self, name: str) -> np.ndarray:
+        """An official tensor of the file in work."""
+        if name in self.own:
+            placed = self.own[name]
+            leaf = self._read(placed)
+            self._count(placed, checkpoint.word_sum(leaf))
+            return placed.entry.save(leaf).astype(dtype_of(self.tensors[name][0]), copy=False)
+        if name in self.manifest.carried:
+            assert self.others is not None
+            return self.others.read(name)
+        weight, _, part = name.rpartition("_")  # x.weight_packed, x.weight_scale
+        if self.pair is None or self.pair[0] != weight:
+            placed = self.own[weight]
+            leaf = self._read(placed)
+            pair = self._encoded(weight, placed.entry.save(leaf))
+            self.pair = (weight, *pair, checkpoint.word_sum(leaf))
+        if part == "packed":
+            self._count(self.own[weight], self.pair[3])
+        return self.pair[1] if part == "packed" else self.pair[2]
+
+    def _read(self, placed: Placed) -> np.ndarray:
+        """What the checkpoint has of a tensor, in the leaf's layout."""
+        leaf, shape = leaf_name(placed), self.shapes[leaf_name(placed)].shape
+        with checkpoint.damage(self.folder):
+            if self.leaves[leaf].shape != shape:
+                raise ValueError(f"{leaf} has shape {self.leaves[leaf].shape}, expected {shape}")
+            return self.leaves.read(leaf, placed.index)
+
+    def _count(self, placed: Placed, word_sum: int) -> None:
+        leaf = leaf_name(placed)
+        self.sums[leaf] = (self.sums.get(leaf, 0) + word_sum) % 2**32
+
+    def _encoded(self, weight: str, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The 4-bit pair of a weight [out, in]: the source's if that still says the same."""
+        names = (f"{weight}_packed", f"{weight}_scale")
+        if self.others is not None and names[0] in self.others.tensors:
+            packed, scale = map(self.others.read, names)
+            same = dequantize_mxfp4(packed, scale, array.dtype)
+            if same.tobytes() == np.ascontiguousarray(array).tobytes():
+                return packed, scale
+        try:
+            return quantize_mxfp4(array)
+        except ValueError as error:
+            raise UserError(f"{weight} of {self.folder}: {error}") from error
+
+    # -- end
+
+    def _finish(self) -> None:
+        """Compares what was read with what was saved, then writes the other files, the index last."""
+        done = read_finished(self.target / WORK)
+        totals: dict[str, int] = {}
+        for file in self.manifest.files:
+            for leaf, word_sum in done[file].items():
+                totals[leaf] = (totals.get(leaf, 0) + word_sum) % 2**32
+        saved = self.meta["word_sums"]
+        changed = [leaf for leaf in totals if totals[leaf] != saved.get(leaf)]
+        if changed:
+            raise checkpoint.damaged(self.folder, f"not what was saved: {changed[0]}")
+        for path in self._beside():
+            write_whole(self.target / path.name, path.read_bytes())
+        if official_folder.read_manifest(self.path) is None or self._changed_config():
+            write_whole(self.target / CONFIG, (json.dumps(self.config, indent=2) + "\n").encode())
+        copied = self.official / INDEX
+        if copied.exists():
+            write_whole(self.target / INDEX, copied.read_bytes())
+        elif self.manifest.indexed:
+            weight_map = {n: file for file, names in self.manifest.files.items() for n in names}
+            write_index(self.target / INDEX, weight_map, sum(map(self._size, weight_map)))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.target / WORK)
+        print(f"{self.path}: step {self.meta['step']} exported to {self.target}")
+
+    def _changed_config(self) -> bool:
+        return json.loads((self.official / CONFIG).read_bytes()) != self.config
+
+    def _beside(self) -> list[Path]:
+        """Files to copy: those of the source, else the run's tokenizer."""
+        if self.official.is_dir():
+            return [
+                path for path in official_folder.small_files(self.official) if path.name != INDEX
+            ]
+        tokenizer = Path(self.cfg.tokenizer)
+        return [tokenizer] if tokenizer.is_file() else []
+
+
+def read_finished(work: Path) -> dict[str, dict[str, int]]:
+    """The finished files of all processes with the word sums of what they hold of each leaf."""
+    done = {}
+    for record in sorted(work.glob("finished.*.jsonl")):
+        for line in record.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError):  # cut by a kill
+                file, sums = json.loads(line)
+                done[file] = sums
+    return done
+
+
+def _exported(model: K3Config, packed: bool) -> K3Config:
+    """The model with its experts as the files have them."""
+    if model.moe is None:
+        return model
+    return replace(model, moe=replace(model.moe, weights="mxfp4" if packed else "plain"))
+
+
+def official_config(official: Path, manifest: Manifest | None, model: K3Config) -> dict[str, Any]:
+    """config.json of an export: the source's, as it was if the model still does what it says.
+
+    Raises: UserError naming the field that no official config can state.
+    """
+    if manifest is None:
+        return config_to_official(model)
+    base = json.loads((official / CONFIG).read_bytes())
+    target = _exported(model, manifest.packed)
+    if function_of(config_from_official(base)) == function_of(model):
+        return base
+    dtype = {"BF16": "bfloat16", "F32": "float32"}[manifest.plain]
+    return config_to_official(target, base, dtype=dtype)
+
+
+def default_manifest(model: K3Config, outer: bool) -> Manifest:
+    """One file per layer, then one with what lies outside them; wide types first, then by name."""
+    prefix = OUTER_PREFIX if outer else ""
+    packed = model.moe is not None and model.moe.weights == "mxfp4"
+    groups: list[list[Placed]] = [[] for _ in range(model.num_layers + 1)]
+    for placed in all_entries(model, prefix=prefix):
+        inner = placed.name.removeprefix(f"{prefix}model.layers.")
+        groups[int(inner.partition(".")[0]) if inner != placed.name else -1].append(placed)
+    widths = {"float32": 0, "plain": 1, "uint8": 2}
+    names = [
+        [p.name for p in sorted(group, key=lambda p: (widths[p.entry.dtype], p.name))]
+        for group in groups
+    ]
+    count = len(names)
+    files = {
+        f"model-{i:05}-of-{count:06}.safetensors": group for i, group in enumerate(names, start=1)
+    }
+    return Manifest(
+        prefix=prefix,
+        padded_a_log=outer and model.kda.num_heads < model.kda.head_dim,
+        plain="BF16",
+        packed=packed,
+        indexed=True,
+        files=files,
+        metadata={file: {"format": "pt"} for file in files},
+    )
