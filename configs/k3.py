@@ -73,6 +73,7 @@ def kimi_k3_model() -> K3Config:
         dtype="bfloat16",
         param_dtype="float32",  # fp32 master weights; undisclosed
         remat="full",
+        scan_layers=True,
     )
 
 

@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 
 from k3jax.layers.kda import KDACache, KDAConfig
+from k3jax.model import K3Config
+from k3jax.train_state import abstract_model
 
 # Largest error over largest expected value, for full-precision matrix products. Raising one is a
 # change of its own.
@@ -41,6 +43,33 @@ def assert_close(
             f"{where}: error {error:.3g} where values reach {scale:.3g}, allowed {tolerance} times "
             f"that ({kind})"
         )
+
+
+def random_model(cfg: K3Config, seed: int = 0) -> tuple[nnx.GraphDef, dict, dict]:
+    """(graphdef, parameters, buffers) of a model with random parameters at which every mechanism matters.
+
+    Drawn by NumPy, which compiles nothing.
+    """
+    rng = np.random.default_rng(seed)
+    graphdef, shapes, buffers = abstract_model(cfg)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        if name == "weight":
+            values = 1 + 0.1 * rng.normal(size=leaf.shape)
+        elif name == "dt_bias":
+            values = rng.uniform(-6, -2, leaf.shape)
+        elif name in ("A_log", "embedding"):
+            values = 0.3 * rng.normal(size=leaf.shape)
+        elif name == "proj":
+            # logits of about 2: a sharper softmax over depth would magnify rounding
+            values = 0.3 * rng.normal(size=leaf.shape)
+        else:
+            values = 0.06 * rng.normal(size=leaf.shape)
+        return jnp.asarray(values, leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
+    return graphdef, params, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buffers)
 
 
 def random_layer(cfg: Any, width: int, seed: int = 0) -> tuple[Any, dict]:

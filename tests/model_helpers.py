@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 
 from k3jax.configs.k3 import kimi_k3_model
 from k3jax.convert_hf import from_official
@@ -15,6 +14,7 @@ from k3jax.layers.attention_residuals import AttnResConfig
 from k3jax.model import K3, K3Config, take_layer
 from k3jax.official_config import config_from_official
 from k3jax.sharding.annotate import Buffer
+from k3jax.testing import random_model
 from tests.golden_io import load
 
 
@@ -45,29 +45,8 @@ def tiny_config(**changes) -> K3Config:
 
 
 def build(cfg: K3Config, seed: int = 0) -> K3:
-    """A model with random parameters at which every mechanism matters; drawn by NumPy, which compiles nothing."""
-    rng = np.random.default_rng(seed)
-    model = nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0)))
-    graphdef, params, buffers = nnx.split(model, nnx.Param, Buffer)
-
-    def draw(path, variable):
-        shape, name = variable.shape, path[-1]
-        if name == "weight":
-            values = 1 + 0.1 * rng.normal(size=shape)
-        elif name == "dt_bias":
-            values = rng.uniform(-6, -2, shape)
-        elif name in ("A_log", "embedding"):
-            values = 0.3 * rng.normal(size=shape)
-        elif name == "proj":
-            # logits of about 2: a sharper softmax over depth would magnify rounding
-            values = 0.3 * rng.normal(size=shape)
-        else:
-            values = 0.06 * rng.normal(size=shape)
-        return jnp.asarray(values, variable.dtype)
-
-    drawn = unflatten_dict({path: draw(path, v) for path, v in nnx.to_flat_state(params)})
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.to_pure_dict(buffers))
-    return nnx.merge(graphdef, drawn, zeros)
+    """`random_model`, whole."""
+    return nnx.merge(*random_model(cfg, seed))
 
 
 def with_params(cfg: K3Config, params, buffers) -> K3:
