@@ -12,7 +12,11 @@ import hashlib
 import json
 import os
 import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,10 @@ from k3jax.safetensors_files import (
     write_index,
 )
 
+Made = tuple[dict[str, np.ndarray], int]  # tensors by name, word sum of the leaf's part
+
 WORK = ".k3jax-export"
+WORKERS = min(16, max(2, os.cpu_count() or 1))  # tensors made at once
 OUTER_PREFIX = "language_model."
 TYPES = {"float32": "F32", "uint8": "U8"}  # of an entry; "plain" is the manifest's
 
@@ -62,7 +69,7 @@ def export_model(path: str, target: str, step: int | None = None) -> int:
         else, a damaged checkpoint, a disk that refuses.
     Numerics: plain tensors are rounded to the manifest's type, bfloat16 without one; experts that came
         in 4 bits are encoded by the compressed-tensors rule unless they are still what they were.
-    Memory: one tensor and `leaf_files.CACHE`.
+    Memory: a few tensors per worker and `leaf_files.CACHE`.
     """
     if "://" in target:
         raise UserError(f"{target} is no local folder: export to one, and copy it there")
@@ -98,18 +105,22 @@ class Export:
         self.config = official_config(self.official, manifest, model)
         self.manifest = manifest or default_manifest(model, "text_config" in self.config)
         self.others = official_folder.open_tensors(path)
+        self.carried = set(self.manifest.carried)
         layout = {"prefix": self.manifest.prefix, "padded_a_log": self.manifest.padded_a_log}
         self.own = {p.name: p for p in all_entries(model, **layout)}
         self.tensors = {
             p.name: (TYPES.get(p.entry.dtype, self.manifest.plain), p.entry.shape)
             for p in all_entries(_exported(model, self.manifest.packed), **layout)
         }
+        if missing := set(self.tensors) ^ set(chain(*self.manifest.files.values())) - self.carried:
+            raise UserError(
+                f"the model of {path} is no longer the one that was imported: {min(missing)} differs"
+            )
         for name in self.manifest.carried:
             if self.others is None or name not in self.others.tensors:
                 raise UserError(f"{self.official} lacks {name}: import the model again")
             self.tensors[name] = self.others.tensors[name][:2]
         self.sums: dict[str, int] = {}  # of what was read for the file in work
-        self.pair: tuple[str, np.ndarray, np.ndarray, int] | None = None
         text = json.dumps([meta["step"], meta["config"], meta["word_sums"], self.config])
         self.digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -122,9 +133,7 @@ class Export:
         mine = left[hosts.index() :: hosts.count()]
         hosts.together(lambda: None)  # all have read what is finished before it grows
         self._write_files(mine, skipped=list(done) if hosts.count() == 1 else [])
-        if first:
-            self._finish()
-        hosts.together(lambda: None)
+        hosts.together(self._finish if first else lambda: None)
 
     def _start(self, lock: RunDir) -> None:
         work = self.target / WORK
@@ -166,33 +175,61 @@ class Export:
     def _write(self, file: str, out: Any, shown: Transfer) -> None:
         self.sums = {}
         tensors = {name: self.tensors[name] for name in self.manifest.files[file]}
-        metadata = self.manifest.metadata.get(file)
-        write_file(self.target / file, tensors, self.tensor, metadata, on_bytes=shown.add)
+        arrays, metadata = self.tensors_of(file), self.manifest.metadata.get(file)
+        with contextlib.closing(arrays):
+            write_file(
+                self.target / file, tensors, lambda _: next(arrays), metadata, on_bytes=shown.add
+            )
         out.write(json.dumps([file, self.sums]).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
 
     # -- values
 
-    def tensor(self, name: str) -> np.ndarray:
-        """An official tensor of the file in work."""
-        if name in self.own:
-            placed = self.own[name]
-            leaf = self._read(placed)
-            self._count(placed, checkpoint.word_sum(leaf))
-            return placed.entry.save(leaf).astype(dtype_of(self.tensors[name][0]), copy=False)
-        if name in self.manifest.carried:
+    def tensors_of(self, file: str) -> Iterator[np.ndarray]:
+        """The tensors of a file in its order; some are made ahead, and their word sums added up."""
+        coming: deque[tuple[str, Future[Made]]] = deque()
+        pool = ThreadPoolExecutor(WORKERS)
+        try:
+            last = ("", None)
+            for name in self.manifest.files[file]:
+                unit = self._unit(name)
+                if unit != last[0]:  # the two parts of a pair follow each other
+                    last = (unit, pool.submit(self.make, unit))
+                coming.append((name, last[1]))
+                if len(coming) > 2 * WORKERS:
+                    yield self._taken(*coming.popleft())
+            while coming:
+                yield self._taken(*coming.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _unit(self, name: str) -> str:
+        """What a tensor is made from: itself, or the weight that x.weight_packed and _scale encode."""
+        return name if name in self.own or name in self.carried else name.rpartition("_")[0]
+
+    def _taken(self, name: str, made: "Future[Made]") -> np.ndarray:
+        tensors, word_sum = made.result()
+        unit = self._unit(name)
+        if unit in self.own and name in (unit, f"{unit}_packed"):
+            leaf = leaf_name(self.own[unit])
+            self.sums[leaf] = (self.sums.get(leaf, 0) + word_sum) % 2**32
+        return tensors[name]
+
+    def make(self, unit: str) -> Made:
+        """The tensor or pair of a `_unit`, and the word sum of what the checkpoint has of it."""
+        if unit in self.carried:
             assert self.others is not None
-            return self.others.read(name)
-        weight, _, part = name.rpartition("_")  # x.weight_packed, x.weight_scale
-        if self.pair is None or self.pair[0] != weight:
-            placed = self.own[weight]
-            leaf = self._read(placed)
-            pair = self._encoded(weight, placed.entry.save(leaf))
-            self.pair = (weight, *pair, checkpoint.word_sum(leaf))
-        if part == "packed":
-            self._count(self.own[weight], self.pair[3])
-        return self.pair[1] if part == "packed" else self.pair[2]
+            return {unit: self.others.read(unit)}, 0
+        placed = self.own[unit]
+        leaf = self._read(placed)
+        official = placed.entry.save(leaf)
+        if unit in self.tensors:
+            made = {unit: official.astype(dtype_of(self.tensors[unit][0]), copy=False)}
+        else:
+            packed, scale = self._encoded(unit, official)
+            made = {f"{unit}_packed": packed, f"{unit}_scale": scale}
+        return made, checkpoint.word_sum(leaf)
 
     def _read(self, placed: Placed) -> np.ndarray:
         """What the checkpoint has of a tensor, in the leaf's layout."""
@@ -201,10 +238,6 @@ class Export:
             if self.leaves[leaf].shape != shape:
                 raise ValueError(f"{leaf} has shape {self.leaves[leaf].shape}, expected {shape}")
             return self.leaves.read(leaf, placed.index)
-
-    def _count(self, placed: Placed, word_sum: int) -> None:
-        leaf = leaf_name(placed)
-        self.sums[leaf] = (self.sums.get(leaf, 0) + word_sum) % 2**32
 
     def _encoded(self, weight: str, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The 4-bit pair of a weight [out, in]: the source's if that still says the same."""

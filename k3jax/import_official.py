@@ -35,7 +35,7 @@ from k3jax.sharding.rules import logical_axes, partition_spec
 from k3jax.train_state import abstract_model, merge
 
 STEP = 0  # of the checkpoint
-WORKERS = 4  # pieces in work at once; each holds its chunk about twice
+WORKERS = min(16, max(2, os.cpu_count() or 1))  # pieces in work at once
 ROUND = 64  # pieces between two entries in the journal
 
 log = logging.getLogger("k3jax")
@@ -69,7 +69,7 @@ def import_model(source: str, target: str, asked: ImportArgs) -> int:
     Returns: exit code 0.
     Raises: UserError, one line, for a source that does not pass the audit, a folder of something
         else, a disk that refuses; what is finished stays for the next call.
-    Memory: `WORKERS` pieces, each of at most the largest matrix or `leaf_files.CHUNK`.
+    Memory: about four times a piece, that is `leaf_files.CHUNK` or one larger matrix, per worker.
     """
     folder = SafetensorsFolder(source)
     plan = make_plan(folder, asked.experts)
@@ -218,7 +218,9 @@ class _Import:
                 leaf.dtype,
                 self.plan.chunks[piece.leaf],
             )
-        self.arrays[piece.leaf][piece.index].write(made).result()
+        self.arrays[piece.leaf][piece.index].write(
+            made, can_reference_source_data_indefinitely=True
+        ).result()
         return Finished(piece.key, checkpoint.word_sum(made), kept)
 
     def _owners(self) -> list[int]:

@@ -15,7 +15,7 @@ from k3jax.convert_hf import Placed, all_entries, leaf_name, leaf_shapes, to_lea
 from k3jax.errors import UserError
 from k3jax.model import K3Config
 from k3jax.official_audit import Audit, audit
-from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4
 from k3jax.pallas_kernels.mxfp4.codec import NAN_SCALE
 from k3jax.safetensors_files import SafetensorsFolder
 from k3jax.sharding.rules import RULES, logical_axes
@@ -26,6 +26,10 @@ Experts = Literal["mxfp4", "bf16"]
 LAYOUT = 1  # raised when pieces or chunks change: an import begun before cannot be continued
 LARGEST = 1e3  # of a decoded weight; scales read as numbers give millions (KF-073)
 SAFE_SCALE = 134  # 6 · 2^(134 - 127) is below LARGEST
+
+_BYTE = np.arange(256)  # two codes, each a sign and three bits
+_LARGE = (_BYTE & 7 >= 6) | (_BYTE >> 4 & 7 >= 6)
+_ZERO = _BYTE & 0x77 == 0
 
 
 class Piece(NamedTuple):
@@ -165,10 +169,18 @@ def read_tensor(source: SafetensorsFolder, name: str, dtype: Any) -> tuple[np.nd
         return array, True
     packed, scale = (source.read(n) for n in tensor_names(source, name))
     _check_range(source, f"{name}_scale", packed, scale)
-    array = dequantize_mxfp4(packed, scale, dtype)
-    again = quantize_mxfp4(array)
-    same = np.array_equal(again[0], packed) and np.array_equal(again[1], scale)
-    return array, same
+    return dequantize_mxfp4(packed, scale, dtype), reproducible(packed, scale)
+
+
+def reproducible(packed: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether `quantize_mxfp4` gives a 4-bit pair back from the weights that it stands for.
+
+    It makes the largest code of a group 4 or 6, and the scale of a group of zeros 0; the sign of a
+    zero stays.
+    """
+    groups = packed.reshape(*scale.shape, -1)
+    full = _LARGE[groups].any(-1)
+    return bool((full | ((scale == 0) & _ZERO[groups].all(-1))).all())
 
 
 def _check_range(

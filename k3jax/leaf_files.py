@@ -18,7 +18,7 @@ from k3jax import checkpoint, hosts
 from k3jax.run_dir import write_whole
 
 CHUNK = checkpoint.CHUNK
-CACHE = 512 * 2**20  # bytes of decoded chunks kept while reading: neighbours share them
+CACHE = 256 * 2**20  # bytes of decoded chunks kept while reading: neighbours share them
 
 
 def chunk_shape(
