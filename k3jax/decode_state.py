@@ -1,4 +1,4 @@
-"""Decode state of the hybrid model: conv inputs and memory for KDA, latents for MLA, one length per row."""
+"""Decode state of the hybrid model: conv inputs and memory for KDA, pages of latents for MLA, one length per row."""
 
 import math
 from typing import NamedTuple
@@ -17,11 +17,103 @@ class DecodeState(NamedTuple):
     """Everything needed to continue a batch of sequences.
 
     length: tokens consumed so far by each row, int32.
-    caches: stack -> layer -> cache, as the parameters lie, with their leading axis.
+    caches: stack -> layer -> cache, as the parameters lie, with their leading axis. KDA's are of the
+        rows, MLA's are pages that the rows share.
+    page_table: pages of each row in order, the same in every MLA layer; None: row b has page b
+        alone. What lies behind a row's length is not looked at.
     """
 
     length: Int[Array, " B"]
     caches: dict[str, dict[str, Cache]]
+    page_table: Int[Array, "B M"] | None = None
+
+
+def take_repetition(
+    caches: dict[str, Cache], state: DecodeState, index: Int[Array, ""]
+) -> tuple[dict[str, Cache], Int[Array, "B M"]]:
+    """The caches of one repetition of a stack, and the page table for them.
+
+    MLA's pages stay together: a layer gets those of all repetitions, and a table that points to its
+    own. So no layer's pages are copied for the sake of the few rows that it reads and writes.
+    """
+    table, mine = state.page_table, {}
+    if table is None:
+        table = jnp.arange(state.length.shape[0], dtype=jnp.int32)[:, None]
+    first = jnp.int32(0)  # page of this repetition, in every MLA layer of the stack
+    for name, cache in caches.items():
+        if isinstance(cache, MLACache):
+            repeats, pages = cache.latent.shape[:2]
+            mine[name] = MLACache(cache.latent.reshape(repeats * pages, *cache.latent.shape[2:]))
+            first = index * pages
+        else:
+            mine[name] = jax.tree.map(lambda x: _at(x, index), cache)
+    return mine, table + first
+
+
+def put_repetition(
+    caches: dict[str, Cache], mine: dict[str, Cache], index: Int[Array, ""]
+) -> dict[str, Cache]:
+    """The caches of a stack with those of one repetition replaced."""
+
+    def put(cache, new):
+        if isinstance(cache, MLACache):
+            return MLACache(new.latent.reshape(cache.latent.shape))
+        return jax.tree.map(
+            lambda x, one: jax.lax.dynamic_update_index_in_dim(x, one, index, 0), cache, new
+        )
+
+    return {name: put(cache, mine[name]) for name, cache in caches.items()}
+
+
+def _at(x: Array, index: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def take_row(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """One row as a batch of its own, which shares the pages; the slot may be traced (KF-037).
+
+    A row without computed tokens reads as zeros, whatever its slot held before (KF-032).
+    """
+    length = jax.lax.dynamic_slice_in_dim(state.length, slot, 1)
+
+    def take(x):
+        x = jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=1)
+        return jnp.where(length[0] > 0, x, jnp.zeros_like(x))
+
+    table = state.page_table
+    if table is not None:
+        table = jax.lax.dynamic_slice_in_dim(table, slot, 1)
+    return DecodeState(length, _of_rows(take, state.caches), table)
+
+
+def put_row(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> DecodeState:
+    """The state with a row of it replaced, and its pages."""
+
+    def put(x, new):
+        return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=1)
+
+    length = jax.lax.dynamic_update_slice_in_dim(state.length, row.length, slot, 0)
+    caches = _of_rows(put, state.caches, row.caches)
+    return DecodeState(length, caches, state.page_table)
+
+
+def kda_caches(state: DecodeState) -> dict[str, dict[str, KDACache]]:
+    """What a row has beside its pages: of `take_row`, a snapshot once it is copied."""
+    return {
+        stack: {name: c for name, c in layers.items() if isinstance(c, KDACache)}
+        for stack, layers in state.caches.items()
+    }
+
+
+def _of_rows(change, caches, *others):
+    """`change` on every array of KDA's caches; pages are those of the last tree."""
+
+    def one(cache, *rest):
+        if isinstance(cache, MLACache):
+            return (cache, *rest)[-1]
+        return jax.tree.map(change, cache, *rest)
+
+    return jax.tree.map(one, caches, *others, is_leaf=lambda x: isinstance(x, Cache))
 
 
 def state_bytes(state: DecodeState) -> int:
@@ -39,20 +131,3 @@ def compact_rows(
     order = jnp.argsort(~mask, axis=1, stable=True)
     take = jax.vmap(lambda row, idx: row[idx])
     return take(tokens, order), take(mask.astype(jnp.int32), order), order
-
-
-class SlotPool:
-    """Which slots of a pool of states are in use: what a server asks before it launches a step."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._free = list(reversed(range(size)))
-
-    def allocate(self) -> int | None:
-        """A free slot, or None if there is no free slot. What it holds is the last user's."""
-        return self._free.pop() if self._free else None
-
-    def release(self, slot: int) -> None:
-        if not 0 <= slot < self.size or slot in self._free:
-            raise ValueError(f"slot {slot} is not in use; the pool has slots 0 to {self.size - 1}")
-        self._free.append(slot)

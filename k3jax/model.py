@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from k3jax.decode_state import Cache, DecodeState
+from k3jax.decode_state import Cache, DecodeState, put_repetition, take_repetition
 from k3jax.layers.attention_residuals import AttnResConfig, AttnResSite, push
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.kda import KDACache, KDAConfig
@@ -58,6 +58,9 @@ class K3Config:
     # not the outputs of the routed experts ("routed"), nor those of attention ("outputs"); as
     # "outputs", with all that is kept waiting in host memory ("offload").
     remat: Remat
+    # Equal layers are scanned, so that the program does not grow with depth. False: each layer stands
+    # for itself; a decoding step is then faster, for no weights are cut out of stacks.
+    scan_layers: bool
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "num_layers", "dense_ffn_dim"):
@@ -133,8 +136,10 @@ def plan_stacks(cfg: K3Config) -> tuple[StackPlan, ...]:
     """The stacks of a model, in order.
 
     Whole groups without dense layers are one stack if there are at least two; outside them, runs of equal layers are
-    stacks of one layer repeated.
+    stacks of one layer repeated. Without `scan_layers` every layer is a stack of its own.
     """
+    if not cfg.scan_layers:
+        return tuple(StackPlan(i, 1, 1) for i in range(cfg.num_layers))
     size, layers = len(cfg.pattern), cfg.layers
     whole = (cfg.num_layers - len(cfg.closing)) // size
     skipped = min(-(-cfg.num_dense_layers // size), whole)
@@ -157,6 +162,26 @@ def locate(cfg: K3Config, index: int) -> Place:
     plan = next(p for p in reversed(plan_stacks(cfg)) if p.first <= index)
     repetition, position = divmod(index - plan.first, plan.size)
     return Place(plan.name, f"layer_{position}", repetition)
+
+
+def restacked(tree: dict[str, Any], cfg: K3Config, other: K3Config) -> dict[str, Any]:
+    """Parameters or buffers of the model `cfg`, as `other`, whose layers are stacked otherwise, has them."""
+    stacks = {plan.name for plan in plan_stacks(cfg)}
+    result = {name: leaf for name, leaf in tree.items() if name not in stacks}
+
+    def layer(index: int) -> Any:
+        stack, name, repetition = locate(cfg, index)
+        return (
+            jax.tree.map(lambda x: x[repetition], tree[stack].get(name)) if stack in tree else None
+        )
+
+    for plan in plan_stacks(other):
+        for j in range(plan.size):
+            repeated = [layer(plan.first + j + r * plan.size) for r in range(plan.repeats)]
+            if repeated[0] is not None:  # buffers: some layers have none
+                stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *repeated)
+                result.setdefault(plan.name, {})[f"layer_{j}"] = stacked
+    return result
 
 
 class LayerStats(NamedTuple):
@@ -205,6 +230,7 @@ class Layer(nnx.Module):
         segment_ids: Int[Array, "B S"] | None,
         cache: Cache | None = None,
         length: Int[Array, " B"] | None = None,
+        page_table: Int[Array, "B M"] | None = None,
         *,
         collect: bool = False,
         written: bool = False,
@@ -230,7 +256,7 @@ class Layer(nnx.Module):
         elif self.attention == "kda":
             y, cache = attention(x, segment_ids, cache)
         else:
-            y, cache, max_logit = attention(x, segment_ids, cache, length)
+            y, cache, max_logit = attention(x, segment_ids, cache, length, page_table)
         prefix = prefix + y
 
         if read:
@@ -285,6 +311,7 @@ class Unit(nnx.Module):
         segment_ids,
         caches=None,
         length=None,
+        page_table=None,
         *,
         collect=False,
     ):
@@ -298,6 +325,7 @@ class Unit(nnx.Module):
                 segment_ids,
                 None if caches is None else caches[name],
                 length,
+                page_table,
                 collect=collect,
             )
         return bank, prefix, new_caches, stats
@@ -379,9 +407,8 @@ class K3(nnx.Module):
         bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
         caches, stats = {}, {}
         for plan in plan_stacks(cfg):
-            cached = (None, None) if state is None else (state.caches[plan.name], state.length)
             bank, prefix, caches[plan.name], stats[plan.name] = self._stack(
-                plan, bank, prefix, documents, collect, *cached
+                plan, bank, prefix, documents, collect, state
             )
         if cfg.attn_res.kind == "none":
             h = self.norm(prefix)
@@ -394,26 +421,32 @@ class K3(nnx.Module):
             if segment_ids is None
             else (segment_ids > 0).sum(1)
         )
-        return h, stats, DecodeState(state.length + new.astype(state.length.dtype), caches)
+        length = state.length + new.astype(state.length.dtype)
+        return h, stats, DecodeState(length, caches, state.page_table)
 
-    def _stack(self, plan, bank, prefix, segment_ids, collect, caches, length):
+    def _stack(self, plan, bank, prefix, segment_ids, collect, state):
         """One stack; with caches it is decoding and nothing will be differentiated."""
         graphdef, arrays = nnx.split(getattr(self, plan.name))
         stacked = nnx.to_pure_dict(arrays)
         first = tuple(range(plan.first, plan.first + plan.size * plan.repeats, plan.size))
 
-        if caches is not None:
+        if state is not None:
 
             def cached_step(carry, xs):
-                (params, caches), first = xs
-                unit = nnx.merge(graphdef, params)
-                bank, prefix, caches, stats = unit(
-                    *carry, first, segment_ids, caches, length, collect=collect
-                )
-                return (bank, prefix), (caches, stats)
+                bank, prefix, caches = carry
+                (params, i), first = xs
+                mine, page_table = take_repetition(caches, state, i)
+                bank, prefix, mine, stats = nnx.merge(graphdef, params)(
+                    bank, prefix, first, segment_ids, mine, state.length, page_table,
+                    collect=collect,
+                )  # fmt: skip
+                return (bank, prefix, put_repetition(caches, mine, i)), stats
 
-            (bank, prefix), (caches, stats) = scan(
-                cached_step, (bank, prefix), (stacked, caches), first
+            # The caches are carried, not scanned: so they are updated where they lie.
+            caches = state.caches[plan.name]
+            numbered = stacked, jnp.arange(plan.repeats, dtype=jnp.int32)
+            (bank, prefix, caches), stats = scan(
+                cached_step, (bank, prefix, caches), numbered, first
             )
             return bank, prefix, caches, stats
 
@@ -479,19 +512,29 @@ def take_layer(model: K3, index: int) -> Layer:
     return nnx.merge(graphdef, jax.tree.map(lambda x: x[repetition], arrays))
 
 
-def init_decode_state(cfg: K3Config, batch: int, max_len: int) -> DecodeState:
-    """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache."""
+def init_decode_state(
+    cfg: K3Config, batch: int, max_len: int, *, pages: int | None = None, page_tokens: int = 64
+) -> DecodeState:
+    """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache.
 
+    Without `pages` every row has one page, of its whole length. With them that many pages of
+    `page_tokens` tokens are there for all rows; the page table, zeros, is for the caller to fill.
+    """
+    rows, size, page_table = batch, max_len, None
+    if pages is not None:
+        rows, size = pages, page_tokens
+        page_table = jnp.zeros((batch, -(-max_len // page_tokens)), jnp.int32)
     caches: dict[str, dict[str, Cache]] = {}
     for plan in plan_stacks(cfg):
         caches[plan.name] = {}
         for j in range(plan.size):
-            attention = getattr(cfg, cfg.layers[plan.first + j][0])
-            one = attention.init_cache(batch, max_len, jnp.dtype(cfg.dtype))
+            attention = cfg.layers[plan.first + j][0]
+            held = (rows, size) if attention == "mla" else (batch, max_len)
+            one = getattr(cfg, attention).init_cache(*held, jnp.dtype(cfg.dtype))
             caches[plan.name][f"layer_{j}"] = jax.tree.map(
                 lambda x, n=plan.repeats: jnp.zeros((n, *x.shape), x.dtype), one
             )
-    return DecodeState(jnp.zeros((batch,), jnp.int32), caches)
+    return DecodeState(jnp.zeros((batch,), jnp.int32), caches, page_table)
 
 
 def decode_state_specs(cfg: K3Config, sizes: Mapping[str, int]) -> Any:

@@ -432,12 +432,13 @@ def _summary(
     ):
         display.note(f"  {what}: {path}")
     command = "uv run k3jax" if "UV" in os.environ else "k3jax"
-    display.note(f"  more text: {command} sample --run-dir {run.path} --prompt {LIBRARY_PROMPT!r}")
+    display.note(f"  more text: {command} generate {run.path} --prompt {LIBRARY_PROMPT!r}")
 
 
 def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display) -> None:
     """Prints a short text of the trained model; a stop ends it early."""
-    from k3jax.sample import Generator, SamplingConfig
+    from k3jax.generate import Engine, padded_length
+    from k3jax.sample import SamplingConfig
 
     size = state_tree_bytes(state.params)
     if hosts.count() > 1 or (setup.mesh.size > 1 and size > devices.device_memory() / 8):
@@ -445,15 +446,11 @@ def _sample(setup: Setup, state: TrainState, stop: StopSignal, display: Display)
     prompt = LIBRARY_PROMPT if setup.cfg.data is None else ""
     one = SingleDeviceSharding(setup.mesh.devices.flat[0])
     params, buffers = jax.device_put((state.params, state.buffers), one)
-    generator = Generator(
-        setup.cfg.model,
-        params,
-        buffers,
-        setup.tokenizer,
-        SamplingConfig(temperature=0.7),
-    )
+    room = padded_length(1 + len(setup.tokenizer.encode(prompt)) + SAMPLE_TOKENS)
+    engine = Engine(setup.cfg.model, params, buffers, setup.tokenizer, slots=1, max_len=room)
+    asked = {"max_tokens": SAMPLE_TOKENS, "seed": setup.cfg.seed}
     text = prompt
-    for piece in generator.stream_text(prompt, SAMPLE_TOKENS, setup.cfg.seed):
+    for piece in engine.stream_text(prompt, sampling=SamplingConfig(temperature=0.7), **asked):
         if stop:
             return
         text += piece

@@ -92,12 +92,17 @@ def test_impossible_flags(command, tmp_path, monkeypatch, flags, words):
         (["train", "kimi-k3"], ["'kimi-k3'", "kimi_k3"]),
         (["configs", "colb"], ["'colb'", "colab"]),
         (["trian", "nano"], ["'trian'", "train"]),
-        (["sample"], ["--run-dir"]),
-        (["sample", "--run-dir", "nowhere"], ["nowhere", "train first"]),
-        (["sample", "--run-dir", "nowhere", "--top-p", "x"], ["--top-p", "x", "a number"]),
-        (["sample", "--run-dir", "nowhere", "--seed", "-1"], ["seed", "-1"]),
-        (["sample", "--run-dir", "nowhere", "--seed", str(2**70)], ["seed", str(2**70)]),
-        (["sample", "--run-dir", os.devnull], [os.devnull, "no folder"]),
+        (["generate"], ["which model", "MODEL_DIR"]),
+        (["generate", "nowhere"], ["--prompt", "--chat", "--input"]),
+        (["generate", "nowhere", "--prompt", "a", "--chat", "b"], ["one of", "--chat"]),
+        (["generate", "nowhere", "--prompt", "a"], ["nowhere", "train first"]),
+        (["generate", "nowhere", "--prompt", "a", "--top-p", "x"], ["--top-p", "x", "a number"]),
+        (["generate", "nowhere", "--prompt", "a", "--seed", "-1"], ["seed", "-1"]),
+        (["generate", "nowhere", "--prompt", "a", "--seed", str(2**70)], ["seed", str(2**70)]),
+        (["generate", "nowhere", "--prompt", "a", "--max-tokens", "0"], ["max_tokens is 0"]),
+        (["generate", "nowhere", "--prompt", "a", "--slots", "0"], ["slots is 0"]),
+        (["generate", "nowhere", "--input", "a"], ["--input", "--output"]),
+        (["generate", os.devnull, "--prompt", "a"], [os.devnull, "no folder"]),
         (["eval", "--run-dir", "nowhere"], ["nowhere", "train first"]),
         (["train", "nano", "--run-dir", "gs://bucket/run"], ["gs://bucket/run", "local path"]),
     ],
@@ -207,7 +212,7 @@ def test_corrupted_checkpoint(command, made):
     before = listing(run)
     words = [f"{run}/checkpoints/4 is damaged", "delete that folder to continue from step 2"]
     assert_refused(command(*args), words)
-    assert_refused(command("sample", "--run-dir", run), words)
+    assert_refused(command("generate", run, "--prompt", "a"), words)
     assert_refused(command("eval", "--run-dir", run), words)
     assert listing(run) == before
 
@@ -217,7 +222,7 @@ def test_one_line_however_many_reads_of_a_checkpoint_fail(made):
     run, _ = made
     largest = max((run / "checkpoints/4/state").rglob("d/*"), key=lambda file: file.stat().st_size)
     os.truncate(largest, 0)
-    program = [sys.executable, "-m", "k3jax.cli", "sample", "--run-dir", run]
+    program = [sys.executable, "-m", "k3jax.cli", "generate", run, "--prompt", "a"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert_refused((done.returncode, done.stderr.splitlines()), [f"{run}/checkpoints/4 is damaged"])
 
@@ -225,7 +230,7 @@ def test_one_line_however_many_reads_of_a_checkpoint_fail(made):
 @pytest.mark.parametrize("temperature", ["inf", "nan", "-1"])
 def test_temperature_is_a_number(command, made, temperature):
     run, _ = made
-    asked = ["sample", "--run-dir", run, "--temperature", temperature]
+    asked = ["generate", run, "--prompt", "a", "--temperature", temperature]
     assert_refused(command(*asked), ["temperature", temperature])
 
 
@@ -253,7 +258,8 @@ def test_configuration_from_another_version(command, made):
         meta = json.loads((folder / "meta/metadata").read_text())
         del meta["config"]["model"]["width"]
         (folder / "meta/metadata").write_text(json.dumps(meta))
-    assert_refused(command("sample", "--run-dir", run), ["another version", "model.width"])
+    found = command("generate", run, "--prompt", "a")
+    assert_refused(found, ["another version", "model.width"])
 
 
 def test_folder_that_cannot_be_made(command, tmp_path):

@@ -116,7 +116,9 @@ def test_help_lists_the_flags_with_their_meaning(command):
     assert "--model.kda.g-min" in text
 
 
-@pytest.mark.parametrize("args", [["sample", "--help"], ["eval", "--help"], ["configs", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["generate", "--help"], ["eval", "--help"], ["configs", "--help"]]
+)
 def test_every_command_has_help(command, args):
     code, out, _ = command(*args)
     assert code == 0
@@ -129,7 +131,7 @@ def test_bare_command_prints_usage(command):
 
 
 def test_help_and_wrong_names_load_no_jax():
-    for args, code in ((["--help"], 0), (["train", "nanno"], 2), (["trian"], 2), (["sample"], 2)):
+    for args, code in ((["--help"], 0), (["train", "nanno"], 2), (["trian"], 2), (["generate"], 2)):
         program = (
             "import sys; from k3jax.cli import main; code = main(sys.argv[1:]); "
             "assert 'jax' not in sys.modules; sys.exit(code)"

@@ -184,7 +184,7 @@ def test_evaluation_of_a_run_repeats_its_validation(machine, reference):
 
 def test_sampling_from_a_run(machine, reference):
     """Continues the prompt; the seed decides the text."""
-    ask = ["sample", "--run-dir", reference, "--prompt", "def f", "--max-tokens", 20, "--seed"]
+    ask = ["generate", reference, "--prompt", "def f", "--max-tokens", 20, "--seed"]
     first, again, other = (machine.run(*ask, seed) for seed in (0, 0, 1))
     assert first.startswith("def f")
     assert len(first) > len("def f") + 1

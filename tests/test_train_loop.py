@@ -219,21 +219,21 @@ def test_kf_108_a_signal_is_seen_everywhere(reference, steps, data, tmp_path, mo
 
 
 def test_kf_108_a_signal_ends_the_sample(monkeypatch, data, tmp_path):
-    from k3jax import sample
+    from k3jax import generate
 
     blocks = []
 
     class Endless:
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             pass
 
-        def stream_text(self, *_):
+        def stream_text(self, *_, **__):
             while True:
                 blocks.append("a")
                 kill_me()
                 yield "a"
 
-    monkeypatch.setattr(sample, "Generator", Endless)
+    monkeypatch.setattr(generate, "Engine", Endless)
     monkeypatch.setenv("K3JAX_CACHE_DIR", "")
     display = Recorder()
     with loop.StopSignal() as stop:

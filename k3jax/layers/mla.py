@@ -12,15 +12,18 @@ from jaxtyping import Array, Float, Int
 from k3jax.layers.feed_forward import Linear
 from k3jax.layers.mla_context import context_attention
 from k3jax.layers.norms import RMSNorm
-from k3jax.pallas_kernels.mla_attention import attention, mla_attention
+from k3jax.pallas_kernels.mla_attention import mla_attention, mla_decode, mla_prefill, write_pages
 from k3jax.sharding import context_balance
 from k3jax.sharding.annotate import axis_size, gathered
 
 
 class MLACache(NamedTuple):
-    """One row per token, shared by all heads: the normalised latent c, then the shared key."""
+    """Pages of S tokens: the normalised latent c, then the shared key, one row for all heads.
 
-    latent: Float[Array, "B S C"]  # compute dtype, C = kv_rank + qk_shared_dim
+    A page table says which pages are whose; without one, row b has page b and no other.
+    """
+
+    latent: Float[Array, "P S C"]  # compute dtype, C = kv_rank + qk_shared_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class MLAConfig:
         return GatedMLA(self, width, rngs=rngs, param_dtype=param_dtype, init_std=init_std)
 
     def init_cache(self, batch: int, max_len: int, dtype: str) -> MLACache:
-        """An empty cache for rows of up to `max_len` tokens; `dtype` is the compute dtype."""
+        """Empty pages, one for each row of up to `max_len` tokens; `dtype` is the compute dtype."""
         return MLACache(jnp.zeros((batch, max_len, self.kv_rank + self.qk_shared_dim), dtype))
 
 
@@ -135,7 +138,8 @@ class GatedMLA(nnx.Module):
         segment_ids: Int[Array, "B T_row"] | None = None,
         cache: MLACache | None = None,
         length: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, " H"]]:
+        page_table: Int[Array, "B M"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MLACache | None, Float[Array, " H"] | None]:
         """Apply the layer.
 
         Args:
@@ -144,15 +148,17 @@ class GatedMLA(nnx.Module):
                 document per row. With `cache`: 1 for real tokens, then 0 for padding on the right.
                 Where the mesh axis `context` splits the tokens, x is this rank's window of the row
                 and these are of the whole row.
-            cache: latents of the tokens before x; token t of row b goes to slot length[b] + t.
+            cache: latents of the tokens before x; token t of row b becomes the row's token
+                length[b] + t.
             length: tokens already in the cache, per row. The caller sees to it that
-                length + T fits the cache: what does not fit is dropped.
+                length + T fits the row's pages: what does not fit is dropped.
+            page_table: pages of each row in order; None: row b has page b alone.
 
         Returns: the outputs (0 at padding), the cache with x's tokens (None if none was given),
-        and the largest attention logit of each head, float32, without gradient.
+        and the largest attention logit of each head, float32, without gradient (None with a cache).
         Numerics: matmuls in x's dtype, float32 from the logits to the gated output.
-        Cost: O(T S) in time; one cached token at a time costs O(S (kv_rank + qk_shared_dim))
-        per head, as keys and values are not expanded.
+        Cost: with N tokens in the longest row O(T N); one cached token at a time costs
+        O(N (kv_rank + qk_shared_dim)) per head, as keys and values are not expanded.
         """
         if (cache is None) != (length is None):
             raise ValueError("mla: cache and length go together, one of them is None")
@@ -176,17 +182,19 @@ class GatedMLA(nnx.Module):
                 k_n, k_r, v = self._expand(latent)
                 o, top = mla_attention(q, k_n, k_r, v, scale=self._scale, segment_ids=documents)
             else:
-                slot = jnp.where(segment_ids > 0, q_position, cache.latent.shape[1])
-                rows = jnp.arange(x.shape[0])[:, None]
-                cache = MLACache(cache.latent.at[rows, slot].set(latent, mode="drop"))
-                filled = (length + (segment_ids > 0).sum(1))[:, None]
-                k_segment = (jnp.arange(cache.latent.shape[1]) < filled).astype(jnp.int32)
-                # Not only masked: 0 * NaN from a slot's earlier use would still be NaN.
-                latent = jnp.where(k_segment[..., None] > 0, cache.latent, 0)
-                attend = self._absorbed if x.shape[1] == 1 else self._expanded
-                o, top = attend(
-                    q, latent, q_position=q_position, q_segment=segment_ids, k_segment=k_segment
-                )
+                if page_table is None:
+                    page_table = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+                real, top = segment_ids > 0, None
+                pages = write_pages(cache.latent, page_table, q_position, latent, real)
+                cache, filled = MLACache(pages), length + real.sum(1, dtype=length.dtype)
+                if x.shape[1] == 1:
+                    o = self._absorbed(q[:, 0], pages, page_table, jnp.where(real[:, 0], filled, 0))
+                    o = o[:, None]
+                else:
+                    o = mla_prefill(
+                        q, pages, page_table, q_position, real, filled,
+                        gathered(self.kv_b_proj.kernel, q.dtype), scale=self._scale,
+                    )  # fmt: skip
             return self._output(x, o), cache, top
 
     def _across_ranks(self, x, segment_ids):
@@ -236,14 +244,9 @@ class GatedMLA(nnx.Module):
         k_n, v = jnp.split(self.kv_b_proj(c), [self.cfg.qk_nope_dim], axis=-1)
         return k_n, k_r, v
 
-    def _expanded(self, q, latent, **where):
-        """Attention over keys and values expanded from the latent, one per head."""
-        k_n, k_r, v = self._expand(latent)
-        k_r = jnp.broadcast_to(k_r[:, :, None], (*k_n.shape[:3], k_r.shape[-1]))
-        return attention(q, jnp.concatenate([k_n, k_r], -1), v, scale=self._scale, **where)
-
-    def _absorbed(self, q, latent, **where):
-        """The same with W_K moved onto the query and W_V onto the output (architecture 6.2).
+    def _absorbed(self, q, pages, page_table, lengths):
+        """Attention of one query per row with W_K moved onto it, and W_V onto the output
+        (architecture 6.2).
 
             q . [W_K c | k_r]  = [W_K^T q_n | q_r] . [c | k_r]
             sum_s p_s W_V c_s  = W_V sum_s p_s c_s
@@ -253,10 +256,9 @@ class GatedMLA(nnx.Module):
         """
         cfg = self.cfg
         kernel = gathered(self.kv_b_proj.kernel, q.dtype)  # the weights the expanded form sees
-        q, latent, kernel = (a.astype(jnp.float32) for a in (q, latent, kernel))
+        q, kernel = q.astype(jnp.float32), kernel.astype(jnp.float32)
         w_k, w_v = jnp.split(kernel, [cfg.qk_nope_dim], axis=-1)  # C H N, C H V
         q_n, q_r = jnp.split(q, [cfg.qk_nope_dim], axis=-1)
-        q = jnp.concatenate([jnp.einsum("bthn,chn->bthc", q_n, w_k), q_r], axis=-1)
-        shared = latent[:, :, None]
-        o, top = attention(q, shared, shared[..., : cfg.kv_rank], scale=self._scale, **where)
-        return jnp.einsum("bthc,chv->bthv", o, w_v), top
+        q = jnp.concatenate([jnp.einsum("bhn,chn->bhc", q_n, w_k), q_r], axis=-1)
+        o = mla_decode(q, pages, page_table, lengths, scale=self._scale, kv_rank=cfg.kv_rank)
+        return jnp.einsum("bhc,chv->bhv", o, w_v)

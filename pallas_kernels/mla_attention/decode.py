@@ -5,6 +5,14 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.mla_attention import tpu_decode
+from k3jax.pallas_kernels.mla_attention.pages import (
+    empty_softmax,
+    join_softmax,
+    normalised,
+    walk_pages,
+)
+
+VISIT = 2048  # tokens of every request whose logits exist at once
 
 
 def mla_decode(
@@ -60,21 +68,22 @@ def gathered(
     scale: float,
     kv_rank: int,
 ) -> Float[Array, "B H R"]:
-    """`mla_decode` by copying every request's pages together."""
+    """`mla_decode` by copying a part of every request's pages together at a time."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    size = pages.shape[1]
-    used = jnp.arange(page_table.shape[1]) * size < lengths[:, None]
-    rows = pages[jnp.where(used, page_table, 0)]  # B M S C
-    rows = rows.reshape(rows.shape[0], -1, rows.shape[3])
-    real = jnp.arange(rows.shape[1]) < lengths[:, None]
-    rows = jnp.where(real[..., None], rows, 0).astype(wide)
-    logits = scale * jnp.einsum("bhc,bsc->bhs", q.astype(wide), rows)
-    logits = jnp.where(real[:, None], logits, -jnp.inf)
-    top = logits.max(-1, keepdims=True)
-    p = jnp.exp(logits - jnp.where(top == -jnp.inf, 0, top))
-    total = p.sum(-1, keepdims=True)
-    o = jnp.einsum("bhs,bsr->bhr", p, rows[..., :kv_rank])
-    return o / jnp.where(total == 0, 1, total)
+    q = q.astype(wide)
+
+    def visit(carry, rows, positions):
+        rows = rows.astype(wide)
+        logits = scale * jnp.einsum("bhc,bsc->bhs", q, rows)
+        seen = (positions < lengths[:, None])[:, None]
+        return join_softmax(
+            carry,
+            jnp.where(seen, logits, -jnp.inf),
+            lambda p: jnp.einsum("bhs,bsr->bhr", p, rows[..., :kv_rank]),
+        )
+
+    carry = empty_softmax((*q.shape[:2], kv_rank), wide)
+    return normalised(walk_pages(visit, carry, pages, page_table, lengths, tokens=VISIT))
 
 
 BACKENDS: dict[str, dispatch.Backend] = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.decode_state import SlotPool
+from k3jax.paged_cache import SlotPool
 from k3jax.pallas_kernels.kda import kda, kda_step, kda_verify
 from k3jax.pallas_kernels.short_conv import short_conv
 from tests.pallas_kernels.kda_cases import (

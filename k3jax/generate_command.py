@@ -1,0 +1,202 @@
+"""`k3jax generate`: text from a trained or imported model, for one prompt, one chat or many requests."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3jax.errors import UserError, disk_errors
+
+if TYPE_CHECKING:
+    from k3jax.data.tokenizer import Tokenizer
+    from k3jax.generate import Engine, Request
+    from k3jax.run_dir import Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArgs:
+    prompt: str | None = None  # text to continue
+    chat: str | None = None  # JSON file: a list of messages, or {"messages": [...], "tools": ...}
+    input: str | None = None  # JSON lines: prompt or messages, an id, and any of the values below
+    output: str | None = None  # JSON lines of results; requests that are in it are not done again
+    max_tokens: int = 256  # tokens to add at most
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 0  # choose among this many likeliest tokens; 0: all
+    top_p: float = 1.0  # and among the fewest whose probabilities reach this sum
+    min_p: float = 0.0  # and among those with this share of the likeliest's probability
+    repetition_penalty: float = 1.0  # above 1: tokens already there become less likely
+    seed: int = 0  # of the draws; request n of a file has seed + n
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    slots: int = 8  # requests of a file that are generated together
+    max_len: int | None = None  # tokens of a request, prompt included; None: what the longest needs
+    logprobs: bool = False  # also the log-probability of each token
+    step: int | None = None  # checkpoint to use; None: the newest
+    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
+
+
+def check_args(asked: GenerateArgs) -> None:
+    """Raises UserError for flags that do not go together; loads no JAX."""
+    if [asked.prompt, asked.chat, asked.input].count(None) != 2:
+        raise UserError("what to generate? give one of --prompt TEXT, --chat FILE, --input FILE")
+    if (asked.input is None) != (asked.output is None):
+        raise UserError("--input and --output go together: JSON lines in and out")
+    for name in ("max_tokens", "slots"):
+        if getattr(asked, name) < 1:
+            raise UserError(f"{name} is {getattr(asked, name)}; it must be at least 1")
+    if not 0 <= asked.seed < 2**32:
+        raise UserError(f"seed is {asked.seed}; it must be at least 0 and below 2**32")
+    if "" in asked.stop:
+        raise UserError("--stop has an empty text; give at least one character")
+
+
+def generate(asked: GenerateArgs, load: "Callable[[], Trained]") -> int:
+    """The command; returns the exit code. Files with requests are read before the model is loaded."""
+    from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
+    from k3jax.generate import Request
+    from k3jax.sample import SamplingConfig
+
+    defaults = Request(
+        prompt=(),
+        max_tokens=asked.max_tokens,
+        sampling=SamplingConfig(
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
+        ),
+        seed=asked.seed,
+        stop=asked.stop,
+    )
+    try:
+        defaults.sampling.check()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+    def loaded() -> "tuple[Trained, Tokenizer]":
+        trained = load()
+        tokenizer = load_tokenizer(trained.cfg.tokenizer)
+        check_vocabulary(tokenizer, trained.cfg.model.vocab_size)
+        return trained, tokenizer
+
+    if asked.input is not None:
+        return _many(asked, loaded, defaults)
+    if asked.chat is not None:
+        return _chat(asked, loaded, defaults)
+    return _continue(asked, loaded, defaults)
+
+
+def _engine(
+    asked: GenerateArgs, trained: "Trained", tokenizer: "Tokenizer", requests: "list[Request]"
+) -> "Engine":
+    """An engine with room for these requests."""
+    from k3jax.generate import Engine, padded_length
+
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
+    try:
+        return Engine(
+            trained.cfg.model, trained.params, trained.buffers, tokenizer,
+            slots=min(asked.slots, len(requests)), max_len=asked.max_len or padded_length(longest),
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _checked(engine: "Engine", request: "Request") -> "Request":
+    try:
+        engine.check(request)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return request
+
+
+def _continue(asked, loaded, defaults) -> int:
+    """Prints a prompt and what follows, as it comes."""
+    trained, tokenizer = loaded()
+    request = replace(defaults, prompt=(tokenizer.bos_id, *tokenizer.encode(asked.prompt)))
+    engine = _engine(asked, trained, tokenizer, [request])
+    text = asked.prompt  # with the first piece: compiling comes before it and logs its choices
+    for event in engine.run([_checked(engine, request)]):
+        print(text + event.text, end="", flush=True)
+        text = ""
+        if event.result is not None:
+            print()
+            _report(asked, engine, event.result.logprobs)
+    return 0
+
+
+def _chat(asked, loaded, defaults) -> int:
+    """Prints the answer to a conversation: reasoning to stderr, content and tool calls to stdout."""
+    from k3jax.data.chat_parser import ChatParser, ContentDelta, ReasoningDelta
+    from k3jax.generate_jobs import make_request
+
+    fields = read_chat(asked.chat)
+    trained, tokenizer = loaded()
+    request = make_request(fields, tokenizer, defaults, defaults.seed)
+    engine = _engine(asked, trained, tokenizer, [request])
+    parser = ChatParser("think" if fields.get("thinking", True) else "response")
+
+    def show(deltas):
+        for delta in deltas:
+            if isinstance(delta, ReasoningDelta):
+                print(delta.text, end="", flush=True, file=sys.stderr)
+            elif isinstance(delta, ContentDelta):
+                print(delta.text, end="", flush=True)
+
+    for event in engine.run([_checked(engine, request)]):
+        show(parser.push(event.text))
+        if event.result is not None:
+            deltas, message = parser.finish()
+            show(deltas)
+            print()
+            for call in message.to_dict().get("tool_calls", ()):
+                print(json.dumps(call, ensure_ascii=False))
+            print(file=sys.stderr)
+            _report(asked, engine, event.result.logprobs)
+    return 0
+
+
+def read_chat(path: str) -> dict[str, Any]:
+    """Messages and options of a chat file. Raises UserError naming the file and what is wrong."""
+    from k3jax.generate_jobs import CHAT
+
+    with disk_errors(f"chat {path} not readable"):
+        content = Path(path).expanduser().read_bytes()
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"chat {path} is not JSON ({error})") from None
+    fields = {"messages": fields} if isinstance(fields, list) else fields
+    if not isinstance(fields, dict) or not isinstance(fields.get("messages"), list):
+        raise UserError(f"chat {path} holds no list of messages")
+    if unknown := sorted(fields.keys() - {"messages", *CHAT}):
+        raise UserError(
+            f"chat {path} has the field {unknown[0]!r}; known are messages, {', '.join(CHAT)}"
+        )
+    return fields
+
+
+def _many(asked, loaded, defaults) -> int:
+    """Serves a file of requests."""
+    from k3jax.generate_jobs import Output, check_requests, read_jobs, requests_of, run_jobs
+
+    jobs = read_jobs(asked.input)
+    output = Output(asked.output, jobs)
+    trained, tokenizer = loaded()
+    requests = requests_of(jobs, tokenizer, defaults)
+    engine = _engine(asked, trained, tokenizer, requests)
+    check_requests(engine, jobs, requests)
+    run_jobs(engine, jobs, requests, output, logprobs=asked.logprobs)
+    _report(asked, engine, [])
+    return 0
+
+
+def _report(asked: GenerateArgs, engine: "Engine", logprobs: list[float]) -> None:
+    """One line on stderr: how fast it was."""
+    parts = engine.stats.rates()
+    if asked.logprobs and logprobs:
+        parts.append(f"{sum(logprobs) / len(logprobs):.4f} nats per token")
+    if parts:
+        print("; ".join(parts), file=sys.stderr)
