@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         blocks = -(-group_sizes // size)
         last_block = jnp.cumsum(blocks)
         block = jnp.arange(num_blocks, dtype=jnp.int32)
-        group = jnp.searchsorted(last_block, block, side="right").astype(jnp.int32)
+        group = jnp.searchsorted(last_block, block, side="right", method="compare_all")
         used = group < E
         group = jnp.minimum(group, E - 1)
         within = block - (last_block - blocks)[group]  # which block of its group
