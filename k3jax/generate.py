@@ -259,6 +259,15 @@ class Engine:
             raise ValueError(f"max_tokens is {request.max_tokens}; it must be at least 1")
         if not 0 <= request.seed < 2**32:
             raise ValueError(f"seed is {request.seed}; it must be at least 0 and below 2**32")
+        if "" in request.stop or isinstance(request.stop, str):
+            raise ValueError(f"stop is {request.stop!r}; give strings of at least one character")
+        if request.stop and self.tokenizer is None:
+            raise ValueError(f"stop is {request.stop!r}, and there is no tokenizer")
+        if len(self._stop_ids(request)) > MAX_STOP_IDS:
+            raise ValueError(
+                f"{len(request.stop_ids)} stop_ids are too many; {MAX_STOP_IDS} fit, with the "
+                "tokenizer's own"
+            )
         size = len(request.prompt) + request.max_tokens
         if size > self.max_len:
             raise ValueError(
@@ -269,15 +278,6 @@ class Engine:
             raise ValueError(
                 f"pages is {self._pages.size}; a request of {size} tokens needs {needed} pages of "
                 f"{self._page_tokens}"
-            )
-        if "" in request.stop or isinstance(request.stop, str):
-            raise ValueError(f"stop is {request.stop!r}; give strings of at least one character")
-        if request.stop and self.tokenizer is None:
-            raise ValueError(f"stop is {request.stop!r}, and there is no tokenizer")
-        if len(self._stop_ids(request)) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{len(request.stop_ids)} stop_ids are too many; {MAX_STOP_IDS} fit, with the "
-                "tokenizer's own"
             )
 
     def run(self, requests: Iterable[Request]) -> Iterator[Event]:

@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
+from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.grouped_matmul import experts, experts_backward, experts_forward
 from k3jax.pallas_kernels.grouped_matmul.composed import experts as composed_experts
-from k3jax.pallas_kernels.grouped_matmul.few import experts_of_few
+from k3jax.pallas_kernels.grouped_matmul.few import experts_of_all, experts_of_few
 from k3jax.pallas_kernels.mxfp4 import GROUP, dequantize_mxfp4, grouped_matmul_mxfp4
 from k3jax.sharding.annotate import (
     Buffer,
@@ -26,6 +27,8 @@ from k3jax.sharding.annotate import (
     split_tokens,
 )
 from k3jax.sharding.expert_parallel import apply_experts
+
+MOST_TOKENS = 128  # of a decoding step in which every expert may read every token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,10 +290,18 @@ class Experts(nnx.Module):
         """
         op = (PackedExpertsOp if self.packed else ExpertsOp)(self.activation)
         stored = (self.w1, self.w3, self.w2)
-        if decoding and axis_size("expert") == 1 and ids.size <= self.num_experts:
-            matrices = tuple(w() if self.packed else gathered(w) for w in stored)
+        few = ids.size <= self.num_experts
+        # Of more choices every expert is some token's: then an accelerator reads all, once. A TPU
+        # has a kernel for the sorted form.
+        on_gpu = dispatch.platform() in ("gpu", "cuda", "rocm")
+        every = not few and on_gpu and ids.shape[0] <= MOST_TOKENS and not self.packed
+        if decoding and axis_size("expert") == 1 and (few or every):
             if mask is not None:
                 z, weights = (jnp.where(mask[:, None], a, 0) for a in (z, weights))
+            if every:
+                matrices = (gathered(w, z.dtype) for w in stored)
+                return experts_of_all(z, ids, weights, *matrices, self.activation)
+            matrices = tuple(w() if self.packed else gathered(w) for w in stored)
             take = partial(op.take, dtype=z.dtype)
             return experts_of_few(z, ids, weights, matrices, take, self.activation)
         matrices = tuple(w() if self.packed else gathered(w, z.dtype) for w in stored)

@@ -19,6 +19,7 @@ from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, route
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.quantile_balancing import collect_stats, update_bias
+from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3jax.sharding import expert_parallel
 from k3jax.sharding.annotate import Buffer, axis_size, psum, region, sum_over_replicas
@@ -616,6 +617,19 @@ def test_decoding_fetches_the_chosen_experts_alone(kind, tokens):
     params, buffers = (params, tree) if kind == 0 else (tree, buffers)
     got = np.asarray(apply(graphdef, params, buffers, x, mask)[0])
     assert_close(got[:, 0], want[0])
+
+
+def test_decoding_many_rows_on_a_gpu_reads_every_expert_once(monkeypatch):
+    """More choices than experts: one product per matrix over all rows, and the prefill form's result."""
+    graphdef, params, buffers = packed_and_plain()[1]
+    x, mask = normal(44, 5, 1, WIDTH), np.ones((5, 1), bool)
+    mask[1:3] = False
+    want = np.asarray(apply(graphdef, params, buffers, x.swapaxes(0, 1), mask.swapaxes(0, 1))[0])
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    run = jax.jit(lambda x: nnx.merge(graphdef, params, buffers)(x, mask)[0])
+    assert_close(np.asarray(run(x))[:, 0], want[0])
+    experts = f"tensor<{PACKED.num_experts}x5x{PACKED.ffn_dim}xf32>"
+    assert experts in run.lower(x).as_text()
 
 
 @pytest.mark.devices
