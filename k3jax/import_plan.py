@@ -29,7 +29,6 @@ SAFE_SCALE = 134  # 6 · 2^(134 - 127) is below LARGEST
 
 _BYTE = np.arange(256)  # two codes, each a sign and three bits
 _LARGE = (_BYTE & 7 >= 6) | (_BYTE >> 4 & 7 >= 6)
-_ZERO = _BYTE & 0x77 == 0
 
 
 class Piece(NamedTuple):
@@ -175,12 +174,11 @@ def read_tensor(source: SafetensorsFolder, name: str, dtype: Any) -> tuple[np.nd
 def reproducible(packed: np.ndarray, scale: np.ndarray) -> bool:
     """Whether `quantize_mxfp4` gives a 4-bit pair back from the weights that it stands for.
 
-    It makes the largest code of a group 4 or 6, and the scale of a group of zeros 0; the sign of a
-    zero stays.
+    It makes the largest code of a group 4 or 6, unless the scale would be below its least; the sign of
+    a zero stays.
     """
-    groups = packed.reshape(*scale.shape, -1)
-    full = _LARGE[groups].any(-1)
-    return bool((full | ((scale == 0) & _ZERO[groups].all(-1))).all())
+    full = _LARGE[packed.reshape(*scale.shape, -1)].any(-1)
+    return bool((full | (scale == 0)).all())
 
 
 def _check_range(
