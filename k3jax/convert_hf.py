@@ -255,7 +255,7 @@ def leaf_name(placed: Placed) -> str:
 def leaf_shapes(cfg: K3Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every leaf of a model by `leaf_name`, with its stacked axes."""
     _, params, buffers = abstract_model(cfg)
-    found = flatten_dict({"params": params, "buffers": buffers}, sep="/")
+    found: dict[str, Any] = flatten_dict({"params": params, "buffers": buffers}, sep="/")
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in found.items()}
 
 

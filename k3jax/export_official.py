@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -186,15 +186,15 @@ class Export:
 
     # -- values
 
-    def tensors_of(self, file: str) -> Iterator[np.ndarray]:
+    def tensors_of(self, file: str) -> Generator[np.ndarray]:
         """The tensors of a file in its order; some are made ahead, and their word sums added up."""
         coming: deque[tuple[str, Future[Made]]] = deque()
         pool = ThreadPoolExecutor(WORKERS)
         try:
-            last = ("", None)
+            last = None
             for name in self.manifest.files[file]:
                 unit = self._unit(name)
-                if unit != last[0]:  # the two parts of a pair follow each other
+                if last is None or unit != last[0]:  # the two parts of a pair follow each other
                     last = (unit, pool.submit(self.make, unit))
                 coming.append((name, last[1]))
                 if len(coming) > 2 * WORKERS:

@@ -65,7 +65,7 @@ def make_plan(source: SafetensorsFolder, experts: Experts | None) -> Plan:
     packed = model.moe is not None and model.moe.weights == "mxfp4"
     if experts is not None and not packed:
         raise UserError(f"the experts of {source.path} are not in 4 bits: leave --experts out")
-    if packed and experts == "bf16":
+    if model.moe is not None and experts == "bf16":
         model = replace(model, moe=replace(model.moe, weights="plain"))
         placed = list(all_entries(model, prefix=found.prefix, padded_a_log=found.padded_a_log))
     leaves, axes = leaf_shapes(model), logical_axes(merge(*abstract_model(model)))
