@@ -1,6 +1,7 @@
-"""The command `k3jax`: train, generate, eval, plan, tokenizer, inspect, configs, check.
+"""The command `k3jax`: train, generate, eval, plan, tokenizer, import, export, inspect, conformance,
+configs, check.
 
-Exit codes: 0 done; 2 bad input (one line, nothing written); 3 training stopped because loss or
+Exit codes: 0 done; 1 not conforming; 2 bad input (one line, nothing written); 3 training stopped because loss or
 gradient stayed not finite; 4 nothing left to train; 5 another process of the run is gone; 130
 aborted by a second Ctrl-C.
 JAX is loaded after the sub-command, the config's name and the versions are known to be good.
@@ -18,7 +19,7 @@ from k3jax.flags import nearest, overridden, show_help
 if TYPE_CHECKING:
     from k3jax.configs.experiment import ExperimentConfig
 
-BAD_INPUT, ABORTED = 2, 130
+DIFFERS, BAD_INPUT, ABORTED = 1, 2, 130
 
 USAGE = """usage: k3jax COMMAND ...
 
@@ -30,6 +31,7 @@ USAGE = """usage: k3jax COMMAND ...
   k3jax import FOLDER MODEL_DIR              a released checkpoint as a model to generate from, or train
   k3jax export MODEL_DIR FOLDER              a model or run as a checkpoint in the released layout
   k3jax inspect FOLDER                       what a checkpoint of safetensors files holds
+  k3jax conformance make|check FOLDER        tiny checkpoints and the numbers they give, for any implementation
   k3jax configs [NAME]                       what the named configurations are
   k3jax check                                whether the installed versions fit together
 
@@ -79,6 +81,7 @@ def _dispatch(args: list[str]) -> int:
         "import": _import,
         "export": _export,
         "inspect": _inspect,
+        "conformance": _conformance,
         "configs": _configs,
         "check": _check,
     }
@@ -313,6 +316,42 @@ def _inspect(args: list[str]) -> int:
 
     (inspect_release if release else inspect)(folders[0], Console())
     return 0
+
+
+def _conformance(args: list[str]) -> int:
+    if not args or _wants_help(args):
+        out = sys.stdout if args else sys.stderr
+        print("usage: k3jax conformance make FOLDER      writes the kit to a new folder", file=out)
+        print(
+            "       k3jax conformance check FOLDER [--results FOLDER]   compares k3jax, or the results "
+            "of another implementation, with a kit; its README.md says how",
+            file=out,
+        )
+        return 0 if args else BAD_INPUT
+    action, *rest = args
+    if action not in ("make", "check"):
+        raise UserError(f"k3jax conformance knows make and check, not {action!r}")
+    if not rest or rest[0].startswith("-"):
+        raise UserError(f"which folder? k3jax conformance {action} FOLDER")
+    results = None
+    if rest[1:]:
+        if action == "make" or len(rest) != 3 or rest[1] != "--results":
+            raise UserError(f"unexpected arguments {' '.join(rest[1:])!r} of conformance {action}")
+        results = rest[2]
+    from k3jax import devices
+
+    devices.check_versions()
+    devices.start_backend("cpu" if action == "make" else None)
+    devices.use_compilation_cache()
+    from k3jax import conformance
+
+    if action == "make":
+        conformance.make(rest[0])
+        print(f"kit written: begin with {rest[0]}/README.md")
+        return 0
+    lines = conformance.check(rest[0], results)
+    conformance.show(lines)
+    return 0 if all(line.passed for line in lines) else DIFFERS
 
 
 def _configs(args: list[str]) -> int:

@@ -15,7 +15,7 @@ from k3jax.configs.k3 import kimi_k3_model, kimi_linear_48b_model
 from k3jax.decode_state import compact_rows
 from k3jax.layers.attention_residuals import AttnResConfig
 from k3jax.layers.recompute import Remat
-from k3jax.model import K3, init_decode_state, locate, plan_stacks
+from k3jax.model import K3, init_decode_state, locate, plan_stacks, restacked
 from tests.model_helpers import (
     build,
     layer_modules,
@@ -182,6 +182,21 @@ def test_kf_071_start_in_the_middle(depth, cut):
 
 def split_abstract(cfg):
     return split(nnx.eval_shape(lambda: K3(cfg, rngs=nnx.Rngs(params=0))))
+
+
+def test_layers_that_stand_for_themselves():
+    """`scan_layers=False`: the same layers in other trees, there and back; the same activations."""
+    cfg = tiny_config()
+    alone = replace(cfg, scan_layers=False)
+    assert [plan[:] for plan in plan_stacks(alone)] == [(i, 1, 1) for i in range(cfg.num_layers)]
+    model = build(cfg)
+    graphdef, params, buffers = split(model)
+    other = [restacked(tree, cfg, alone) for tree in (params, buffers)]
+    for tree, back in zip((params, buffers), other, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, restacked(back, alone, cfg), tree)
+    there = nnx.merge(split(build(alone))[0], *other)
+    tokens = np.arange(22, dtype=np.int32).reshape(2, 11)
+    np.testing.assert_allclose(there(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_kf_103_scan_returns_no_parameters():
