@@ -258,6 +258,10 @@ class Export:
         """Compares what was read with what was saved, then writes the other files, the index last."""
         done = read_finished(self.target / WORK)
         totals: dict[str, int] = {}
+        if missing := [file for file in self.manifest.files if file not in done]:
+            raise UserError(
+                f"{self.target} lacks {missing[0]}, which another process wrote: give a folder that all see"
+            )
         for file in self.manifest.files:
             for leaf, word_sum in done[file].items():
                 totals[leaf] = (totals.get(leaf, 0) + word_sum) % 2**32

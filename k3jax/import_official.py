@@ -253,8 +253,11 @@ class _Import:
         """Everything beside the arrays, then the rename."""
         plan, path = self.plan, self.run_dir.path
         done = read_journal(self.work)
-        missing = [piece.key for piece in plan.pieces if piece.key not in done]
-        assert not missing, missing[:3]
+        if missing := [piece.key for piece in plan.pieces if piece.key not in done]:
+            raise UserError(
+                f"{path} lacks {len(missing)} pieces that other processes made, such as {missing[0]}: "
+                "give a folder that all see"
+            )
         sums: dict[str, int] = dict.fromkeys(plan.leaves, 0)
         for piece in plan.pieces:
             sums[piece.leaf] = (sums[piece.leaf] + done[piece.key].word_sum) % 2**32
