@@ -39,15 +39,6 @@ Each command has --help. CONFIG is a model folder, or one of: {configs}."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalArgs:
-    run_dir: str | None = None  # folder of the run
-    step: int | None = None  # checkpoint to use; None: the newest
-    data: str | None = None  # file, folder or glob, all of it; None: the run's validation data
-    batches: int | None = None  # at most this many; None: everything
-    platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
-
-
-@dataclass(frozen=True, kw_only=True)
 class TokenizerArgs:
     size: int = 4096  # ids in all, with K3's 256 special tokens
     out: str | None = None  # file to write, *.model or *.tiktoken
@@ -148,16 +139,19 @@ def _two(args: list[str], usage: str) -> list[str]:
     return args[:2]
 
 
-def _with_hosts(platform: str | None, work: Callable[[], int]) -> int:
-    """Runs `work` on every process of the run, which ends if one is lost."""
+def _with_hosts(platform: str | None, work: Callable[[], int], *, alone: str | None = "cpu") -> int:
+    """Runs `work` on every process of the run, which ends if one is lost.
+
+    A process by itself uses the platform `alone` if none is asked for; several say with their devices
+    which part is whose.
+    """
     from k3jax import devices, hosts
 
     devices.check_versions()
     hosts.connect()
     try:
         with hosts.announced():
-            alone = hosts.count() == 1  # several say with their devices what each reads
-            devices.start_backend(platform or ("cpu" if alone else None))
+            _start(platform or (alone if hosts.count() == 1 else None))
             return work()
     except hosts.LostHost as error:
         print(f"k3jax: {error}", file=sys.stderr, flush=True)
@@ -223,45 +217,13 @@ def _generate(args: list[str]) -> int:
 
 
 def _eval(args: list[str]) -> int:
+    from k3jax.eval_command import EvalArgs, check_args, evaluate_model
+
     if _wants_help(args):
         return show_help(EvalArgs(), "k3jax eval")
     asked = overridden(EvalArgs(), args, "k3jax eval")
-    if asked.run_dir is None:
-        raise UserError("which run? give --run-dir DIR")
-    if asked.batches is not None and asked.batches < 1:
-        raise UserError(f"batches is {asked.batches}; it must be at least 1, or None")
-    _start(asked.platform)
-    from k3jax.run_dir import load_trained
-
-    trained = load_trained(asked.run_dir, step=asked.step)
-    from k3jax.data.packing import make_eval_batches
-    from k3jax.data.text import load_corpus
-    from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
-    from k3jax.hosts import HostError
-    from k3jax.train import evaluate
-    from k3jax.train_step import make_eval_step
-
-    cfg = trained.cfg
-    tokenizer = load_tokenizer(cfg.tokenizer)
-    check_vocabulary(tokenizer, cfg.model.vocab_size)
-    corpus = load_corpus(asked.data or cfg.data, strict=cfg.strict)
-    split = corpus.split("all" if asked.data else "validation")
-    rows = cfg.batch_size // cfg.accumulation
-    batches = make_eval_batches(
-        split, tokenizer, seq_len=cfg.seq_len, rows=rows, num_batches=asked.batches
-    )
-    try:
-        found = evaluate(make_eval_step(cfg, tokenizer.token_bytes()), trained, batches)
-    except HostError as error:
-        raise error.origin() from error.mine
-    if not found:
-        raise UserError(f"data {corpus.name!r} has no text to predict: add some")
-    print(f"step {trained.step}: loss {found['val_loss']:.4f} nats per token", end="")
-    if "val_bits_per_byte" in found:
-        print(f", {found['val_bits_per_byte']:.4f} bits per byte", end="")
-    part = "" if asked.batches is None else f", first {asked.batches} batches"
-    print(f" on {corpus.name} ({split.name}{part})")
-    return 0
+    check_args(asked)
+    return _with_hosts(asked.platform, lambda: evaluate_model(asked), alone=None)
 
 
 def _start(platform: str | None) -> None:

@@ -15,6 +15,8 @@ import typing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from k3jax import checkpoint
 from k3jax.configs.experiment import ExperimentConfig
 from k3jax.errors import UserError, disk_errors
@@ -181,20 +183,22 @@ def load_config(path: str | Path, *, step: int | None = None) -> ExperimentConfi
     return dataclasses.replace(cfg, tokenizer=str(beside)) if beside.is_file() else cfg
 
 
-def load_trained(path: str | Path, *, step: int | None = None) -> Trained:
+def load_trained(path: str | Path, *, step: int | None = None, mesh: Mesh | None = None) -> Trained:
     """The model of a run folder; optimizer state and data position are not read.
 
     Args:
         path: run folder.
         step: of the checkpoint; the newest if omitted.
+        mesh: devices that share the model, each process reading what its own hold; one device if
+            omitted.
 
-    Raises: UserError if there is no such folder or checkpoint, or it cannot be read.
+    Raises: UserError if there is no such folder or checkpoint, or it cannot be read; ValueError for
+        a mesh over which the model does not divide.
     """
-    from k3jax.train_state import abstract_model
+    from k3jax.train_state import abstract_weights
 
     run, cfg = RunDir(path), load_config(path, step=step)
-    _, params, buffers = abstract_model(cfg.model)
-    target = {"params": params, "buffers": buffers}
+    target = abstract_weights(cfg.model, mesh)
     found = checkpoint.restore(run.checkpoints, target, step=step, parts=tuple(target))
     return Trained(cfg, found.step, **found.state)
 

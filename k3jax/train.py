@@ -85,7 +85,9 @@ def train(
     run = RunDir(cfg.run_dir or f"runs/{cfg.name}")
     check_trainable(cfg)
     if cfg.init_from is not None and run.path.resolve() == Path(cfg.init_from).resolve():
-        raise UserError(f"{run.path} is the model that training starts from: choose another --run-dir")
+        raise UserError(
+            f"{run.path} is the model that training starts from: choose another --run-dir"
+        )
     speaks = hosts.index() == 0
     try:
         with StopSignal() as stop, hosts.announced():
@@ -320,7 +322,9 @@ def _run(
                     if cfg.eval_every and (last or step % cfg.eval_every == 0):
                         jax.block_until_ready(metrics)
                         meter.pause()
-                        finish(evaluate(eval_step, state, _validation(setup), stop))
+                        assert setup.validation is not None
+                        validation = placed(setup.validation, setup.mesh)
+                        finish(evaluate(eval_step, state, validation, stop))
                     if last or step % cfg.checkpoint_every == 0:
                         save()
                         if log is not None:
@@ -364,11 +368,10 @@ def _meter(setup: Setup, skipped: int) -> Meter:
     )
 
 
-def _validation(setup: Setup) -> Iterator[dict[str, jax.Array]]:
-    """Validation batches on the devices, one micro-batch of rows each."""
-    assert setup.validation is not None
-    sharding = rows_sharding(setup.mesh)
-    for batch in setup.validation:
+def placed(batches: Iterable[dict[str, np.ndarray]], mesh: Mesh) -> Iterator[dict[str, jax.Array]]:
+    """Validation batches [rows, tokens] on the devices of a mesh."""
+    sharding = rows_sharding(mesh)
+    for batch in batches:
         yield {
             name: jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
             for name, values in batch.items()

@@ -70,6 +70,21 @@ def make_optimizer(model: ModelConfig, optim: OptimConfig) -> optax.GradientTran
     return build_optimizer(optim, params, qk_nope_dim=model.mla.qk_nope_dim)
 
 
+def abstract_weights(model: ModelConfig, mesh: Mesh | None) -> dict[str, dict]:
+    """Shapes and dtypes of "params" and "buffers", on a mesh with placements.
+
+    Raises: ValueError as `abstract_state`.
+    """
+    graphdef, params, buffers = abstract_model(model)
+    weights = {"params": params, "buffers": buffers}
+    if mesh is None:
+        return weights
+    shardings = state_shardings(weights, logical_axes(merge(graphdef, params, buffers)), mesh)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, shardings
+    )
+
+
 def abstract_state(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and placements of the state of a run on `mesh`.
 

@@ -61,6 +61,21 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
     return Mesh(placed, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
+def mesh_of_several(cfg: MeshConfig) -> Mesh | None:
+    """`make_mesh`, or None where every axis has size 1: one device, the first of this process.
+
+    Raises: ValueError as `make_mesh`; also for one device where several processes have some.
+    """
+    if dataclasses.astuple(cfg) != (1,) * len(AXES):
+        return make_mesh(cfg)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes have {jax.device_count()} devices and the mesh is of "
+            "one: say how they share the model, for example --mesh.fsdp -1 --mesh.data 1"
+        )
+    return None
+
+
 def place(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Devices in the shape of the mesh, [data fsdp expert context tensor].
 
