@@ -19,7 +19,7 @@ from k3jax.import_official import ImportArgs, import_model
 from k3jax.import_plan import make_plan, reproducible
 from k3jax.initial_state import initial_state, training_config
 from k3jax.official_audit import audit
-from k3jax.official_folder import KEPT, read_manifest
+from k3jax.official_folder import KEPT, pass_on, read_manifest
 from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3jax.run_dir import load_trained
 from k3jax.safetensors_files import SafetensorsFolder
@@ -94,6 +94,18 @@ def assert_trees_equal(a, b):
 def test_the_golden_release_comes_back_byte_by_byte(models, choice, tmp_path):
     """KF-078 too: its A_log has 16 entries for 4 heads, with a zero tail, on the way in and out."""
     export_model(str(models[choice]), str(tmp_path / "out"))
+    assert_same_files(tmp_path / "out", multimodal())
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_run_takes_over_what_its_export_needs(models, choice, tmp_path):
+    """Vision tensors, names and placement, on whatever disk; unchanged weights come back as well."""
+    run = tmp_path / "run"
+    shutil.copytree(models[choice] / "checkpoints", run / "checkpoints")
+    for _ in range(2):  # a start that was killed is followed by another
+        pass_on(models[choice], run)
+    export_model(str(run), str(tmp_path / "out"))
     assert_same_files(tmp_path / "out", multimodal())
 
 
