@@ -94,7 +94,7 @@ def accelerator(batches: list[int], context: int, steps: int, name: str) -> None
     cfg = preset(name)().model
     cfg = replace(cfg, dtype="bfloat16")
     params, buffers = init_params(cfg, jax.random.key(0))
-    bandwidth = copy_bandwidth(2**30 if jax.default_backend() != "cpu" else 2**28)
+    bandwidth = copy_bandwidth(2**32 if jax.default_backend() != "cpu" else 2**28)
     rows = []
     for batch in batches:
         row = {"model": name} | measure(cfg, params, buffers, batch, context, steps) | device()

@@ -32,6 +32,7 @@ class GenerateArgs:
     slots: int = 8  # requests of a file that are generated together
     max_len: int | None = None  # tokens of a request, prompt included; None: what the longest needs
     logprobs: bool = False  # also the log-probability of each token
+    tokenizer: str | None = None  # "bytes", or a vocabulary's file or folder; None: the model's own
     step: int | None = None  # checkpoint to use; None: the newest
     platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
 
@@ -77,7 +78,7 @@ def generate(asked: GenerateArgs, load: "Callable[[], Trained]") -> int:
 
     def loaded() -> "tuple[Trained, Tokenizer]":
         trained = load()
-        tokenizer = load_tokenizer(trained.cfg.tokenizer)
+        tokenizer = load_tokenizer(asked.tokenizer or trained.cfg.tokenizer)
         check_vocabulary(tokenizer, trained.cfg.model.vocab_size)
         return trained, tokenizer
 

@@ -73,7 +73,9 @@ def engine_of(trained, **sizes):
 
 def jobs_file(tmp_path, lines=LINES):
     path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return path
 
 
@@ -137,9 +139,21 @@ def test_bad_chats(command, tmp_path, content, words):
     refused(command("--chat", path), words)
 
 
+def test_another_tokenizer(command, tmp_path):
+    """Bytes instead of the model's own: they know no chats, and a larger vocabulary does not fit."""
+    code, out, _ = command("--prompt", "aé", "--max-tokens", 3, "--tokenizer", "bytes")
+    assert (code, out[:2]) == (0, "aé")
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(MESSAGES))
+    refused(command("--chat", path, "--tokenizer", "bytes"), "'bytes' lacks <|open|>")
+    refused(command("--prompt", "a", "--tokenizer", tmp_path / "no.json"), "no.json")
+
+
 def test_missing_files(command, tmp_path):
     refused(command("--chat", tmp_path / "none.json"), "none.json", "No such file")
-    refused(command("--input", tmp_path / "none", "--output", tmp_path / "o"), "none", "No such file")
+    refused(
+        command("--input", tmp_path / "none", "--output", tmp_path / "o"), "none", "No such file"
+    )
 
 
 # -- many requests
@@ -249,7 +263,9 @@ def test_a_bad_line_is_named(command, tmp_path, line, words):
 
 
 def test_an_empty_file(command, tmp_path):
-    refused(command("--input", jobs_file(tmp_path, ["", " "]), "--output", tmp_path / "o"), "no lines")
+    refused(
+        command("--input", jobs_file(tmp_path, ["", " "]), "--output", tmp_path / "o"), "no lines"
+    )
 
 
 def test_output_of_other_requests(tmp_path):
