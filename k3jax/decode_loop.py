@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from k3jax.decode_state import DecodeState, kda_caches, put_row, take_row
 from k3jax.model import K3Config, init_decode_state
 from k3jax.sample import SamplingConfig, SamplingRows, sample_tokens, sampling_rows
+from k3jax.train_state import abstract_model, merge
 
 BLOCK = 16  # tokens per call of the compiled loop, and so per flush to the terminal
 MAX_STOP_IDS = 8  # token ids that may end one request
@@ -66,6 +66,12 @@ def init_slots(cfg: K3Config, slots: int, max_len: int, *, pages: int, page_toke
     )
 
 
+def _model(cfg: K3Config, weights: Weights) -> Any:
+    """The model; its config names the program: a graph definition takes milliseconds to hash."""
+    graphdef, _, _ = abstract_model(cfg)
+    return merge(graphdef, *weights)
+
+
 @partial(jax.jit, donate_argnums=0)
 def admit(slots: Slots, slot: Int[Array, ""], request: Admission) -> Slots:
     """A request into a free slot: no tokens yet, not active."""
@@ -108,7 +114,7 @@ def restore(slots: Slots, slot: Int[Array, ""], length: Int[Array, ""], row: Any
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def read_chunk(
-    graphdef: nnx.GraphDef,
+    cfg: K3Config,
     weights: Weights,
     slots: Slots,
     slot: Int[Array, ""],
@@ -121,7 +127,7 @@ def read_chunk(
     A chunk begins at a multiple of its largest size whatever came before, so that a prompt gives the
     same state to the last bit in one go, restored from a snapshot, and beside any other requests.
     """
-    model = nnx.merge(graphdef, *weights)
+    model = _model(cfg, weights)
     row = take_row(slots.state, slot)
     real = (jnp.arange(tokens.shape[1]) < count)[None].astype(jnp.int32)
     h, _, row = model.hidden(tokens, segment_ids=real, state=row)
@@ -144,7 +150,7 @@ class Block(NamedTuple):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def generate_block(
-    graphdef: nnx.GraphDef,
+    cfg: K3Config,
     weights: Weights,
     slots: Slots,
     keep: Bool[Array, " B"],
@@ -159,7 +165,7 @@ def generate_block(
         keep: False ends a slot before the first step.
         allowed: as in `sample_tokens`.
     """
-    model = nnx.merge(graphdef, *weights)
+    model = _model(cfg, weights)
     rows = jnp.arange(keep.shape[0])
 
     def running(loop):

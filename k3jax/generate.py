@@ -25,7 +25,6 @@ from k3jax.decode_state import state_bytes
 from k3jax.model import K3Config, restacked
 from k3jax.paged_cache import PagePool, PrefixCache, SlotPool
 from k3jax.sample import SamplingConfig, sampling_rows
-from k3jax.train_state import abstract_model
 
 CHUNK = 512  # tokens of a prompt read at once, and from snapshot to snapshot
 PAGE_TOKENS = 64
@@ -228,7 +227,6 @@ class Engine:
             silent = {tokenizer.bos_id, tokenizer.pad_id} - {tokenizer.eos_id}
             allowed[list(silent)] = False
         self._allowed = jnp.asarray(allowed)
-        self._graphdef, _, _ = abstract_model(cfg)
         self._slots = init_slots(cfg, slots, max_len, pages=pages, page_tokens=page_tokens)
         self.stats = Stats()
         self._called: set[int] = set()  # widths of the programs that have run
@@ -378,7 +376,7 @@ class Engine:
             tokens[0, : len(piece)] = piece
             end = at + len(piece)
             self._slots = read_chunk(
-                self._graphdef, self._weights, self._slots, np.int32(slot), tokens,
+                self.cfg, self._weights, self._slots, np.int32(slot), tokens,
                 np.int32(len(piece)), np.bool_(end == len(prompt)),
             )  # fmt: skip
             if names and end % self.chunk == 0:
@@ -398,7 +396,7 @@ class Engine:
         keep = np.zeros(self._slot_pool.size, bool)
         keep[list(self._running)] = True
         self._slots, block = generate_block(
-            self._graphdef, self._weights, self._slots, keep, self._allowed
+            self.cfg, self._weights, self._slots, keep, self._allowed
         )
         tokens, logprobs, counts, active = (x.tolist() for x in jax.device_get(block))
         if len(self._called) == known:

@@ -190,3 +190,31 @@ def test_sampling_from_a_run(machine, reference):
     assert len(first) > len("def f") + 1
     assert first == again
     assert first != other
+
+
+def test_requests_of_a_killed_process_are_not_lost(machine, reference, tmp_path):
+    """Killed while results are being written, again and again: the file in the end is that of one quiet run."""
+    lines = [{"id": n, "prompt": f"def f{n}", "max_tokens": 30 + n % 50} for n in range(400)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    ask = ["generate", reference, "--input", tmp_path / "in.jsonl", "--slots", 4, "--output"]
+    quiet, killed = tmp_path / "quiet.jsonl", tmp_path / "killed.jsonl"
+    machine.run(*ask, quiet)
+    program = [sys.executable, "-m", "k3jax.cli", *map(str, [*ask, killed])]
+    inside = 0
+    for _ in range(3):
+        done = killed.read_bytes().count(b"\n") if killed.exists() else 0
+        process = subprocess.Popen(program, env=machine.env, stderr=subprocess.DEVNULL)
+        try:
+            wait_until(
+                lambda: killed.exists() and killed.read_bytes().count(b"\n") > done + 20,  # noqa: B023
+                process,
+            )
+            inside += process.poll() is None
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        finished = killed.read_bytes().count(b"\n")
+        assert finished > done
+    assert inside, "no process was killed in the middle"
+    machine.run(*ask, killed)
+    assert killed.read_bytes() == quiet.read_bytes()
