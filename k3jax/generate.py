@@ -286,7 +286,7 @@ class Engine:
         """
         if self._running:
             raise ValueError("the engine is serving requests already: finish that iteration first")
-        coming = enumerate(requests)
+        coming = self._checked(requests)
         waiting = next(coming, None)
         try:
             while waiting is not None or self._running:
@@ -309,6 +309,11 @@ class Engine:
         for event in self.run([Request(prompt=ids, **settings)]):
             yield event.text
 
+    def _checked(self, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
+        for index, request in enumerate(requests):
+            self.check(request)
+            yield index, request
+
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)
 
@@ -318,7 +323,6 @@ class Engine:
 
     def _admit(self, index: int, request: Request) -> bool:
         """Puts a request into a slot and reads its prompt; False if there is no room now."""
-        self.check(request)
         slot = self._slot_pool.allocate()
         if slot is None:
             return False

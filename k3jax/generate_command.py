@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs:
     prompt: str | None = None  # text to continue
-    chat: str | None = None  # JSON file: a list of messages, or {"messages": [...], "tools": ...}
+    chat: str | None = None  # JSON file: a list of messages, or an object as in --input
     input: str | None = None  # JSON lines: prompt or messages, an id, and any of the values below
     output: str | None = None  # JSON lines of results; requests that are in it are not done again
     max_tokens: int = 256  # tokens to add at most
@@ -92,14 +92,17 @@ def generate(asked: GenerateArgs, load: "Callable[[], Trained]") -> int:
 def _engine(
     asked: GenerateArgs, trained: "Trained", tokenizer: "Tokenizer", requests: "list[Request]"
 ) -> "Engine":
-    """An engine with room for these requests."""
-    from k3jax.generate import Engine, padded_length
+    """An engine with room for these requests: pages for the longest that may meet, and no more."""
+    from k3jax.generate import PAGE_TOKENS, Engine, padded_length
 
-    longest = max(len(request.prompt) + request.max_tokens for request in requests)
+    sizes = sorted(len(request.prompt) + request.max_tokens for request in requests)
+    slots = min(asked.slots, len(sizes))
+    pages = sum(-(-size // PAGE_TOKENS) for size in sizes[-slots:])
     try:
         return Engine(
-            trained.cfg.model, trained.params, trained.buffers, tokenizer,
-            slots=min(asked.slots, len(requests)), max_len=asked.max_len or padded_length(longest),
+            trained.cfg.model, trained.params, trained.buffers, tokenizer, slots=slots,
+            max_len=padded_length(sizes[-1]) if asked.max_len is None else asked.max_len,
+            pages=1 << (pages - 1).bit_length(),  # few different sizes, as each is a compilation
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -160,8 +163,11 @@ def _chat(asked, loaded, defaults) -> int:
 
 
 def read_chat(path: str) -> dict[str, Any]:
-    """Messages and options of a chat file. Raises UserError naming the file and what is wrong."""
-    from k3jax.generate_jobs import CHAT
+    """A chat file's messages, alone or in an object like a line of a file of requests.
+
+    Raises: UserError naming the file and what is wrong.
+    """
+    from k3jax.generate_jobs import check_fields
 
     with disk_errors(f"chat {path} not readable"):
         content = Path(path).expanduser().read_bytes()
@@ -170,12 +176,9 @@ def read_chat(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"chat {path} is not JSON ({error})") from None
     fields = {"messages": fields} if isinstance(fields, list) else fields
-    if not isinstance(fields, dict) or not isinstance(fields.get("messages"), list):
+    if not isinstance(fields, dict) or "messages" not in fields:
         raise UserError(f"chat {path} holds no list of messages")
-    if unknown := sorted(fields.keys() - {"messages", *CHAT}):
-        raise UserError(
-            f"chat {path} has the field {unknown[0]!r}; known are messages, {', '.join(CHAT)}"
-        )
+    check_fields(fields, f"chat {path}")
     return fields
 
 

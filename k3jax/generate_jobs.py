@@ -61,7 +61,7 @@ def read_jobs(path: str) -> list[Job]:
             continue
         place = f"{path} line {number}"
         fields = _object(line, place)
-        _check_fields(fields, place)
+        check_fields(fields, place)
         job = Job(place, fields.get("id", number), fields)
         if job.id in places:
             raise UserError(f"{place} has the id {job.id!r} of {places[job.id]}: ids must differ")
@@ -84,7 +84,8 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     return fields
 
 
-def _check_fields(fields: dict[str, Any], place: str) -> None:
+def check_fields(fields: dict[str, Any], place: str) -> None:
+    """Raises UserError for a field that is unknown or of another type; `place` begins the message."""
     if unknown := sorted(fields.keys() - KNOWN):
         raise UserError(
             f"{place} has the field {unknown[0]!r}; known are {', '.join(sorted(KNOWN))}"

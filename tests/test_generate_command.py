@@ -129,6 +129,8 @@ def test_chat(command, trained, tmp_path):
         ("{", "is not JSON"),
         ("{}", "holds no list of messages"),
         ('{"messages": [], "colour": 1}', "'colour'"),
+        ('{"messages": [], "prompt": "a"}', "either prompt or messages"),
+        ('{"messages": [], "thinking": "no"}', "thinking='no'"),
         ('[{"role": "user", "content": 3}]', "message"),
         ('{"messages": [], "effort": "medium"}', "medium"),
     ],
