@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3jax.configs.k3 import kimi_k3_model
-from k3jax.layers.latent_moe import Experts
+from k3jax.layers.experts import Experts
 from k3jax.model import Layer
 from k3jax.pallas_kernels import tpu_cost
 
@@ -50,8 +50,8 @@ KERNELS = {  # and its kernels, by a part of their names
 class LocalExperts(Experts):
     """A device's experts under rows that chose among all."""
 
-    def __call__(self, z, ids, weights, mask=None):
-        return super().__call__(z, ids % self.w1.shape[0], weights, mask)
+    def __call__(self, z, ids, *args, **kwargs):
+        return super().__call__(z, ids % self.w1.shape[0], *args, **kwargs)
 
 
 def layer(kind: str = "kda", backward: bool = False, tokens: int = TOKENS, native: bool = True):

@@ -210,10 +210,7 @@ def _generate(args: list[str]) -> int:
         raise UserError("which model? k3jax generate MODEL_DIR --prompt TEXT")
     asked = overridden(GenerateArgs(), args[1:], "k3jax generate MODEL_DIR")
     check_args(asked)
-    _start(asked.platform)
-    from k3jax.run_dir import load_trained
-
-    return generate(asked, lambda: load_trained(args[0], step=asked.step))
+    return _with_hosts(asked.platform, lambda: generate(asked, args[0]), alone=None)
 
 
 def _eval(args: list[str]) -> int:

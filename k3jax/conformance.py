@@ -140,7 +140,7 @@ class Programs:
         grads, found = self.forward(params, buffers, inputs["input_ids"], 0.0)
         with jax.default_matmul_precision("highest"):
             found |= self.greedy(params, buffers, jnp.asarray(inputs["prompt_ids"]))
-        found = {
+        found: dict[str, np.ndarray] = {
             name: np.asarray(x, np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
             for name, x in found.items()
         }

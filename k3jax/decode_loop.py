@@ -1,22 +1,31 @@
 """The compiled programs of generation: a chunk of a prompt, a block of tokens, snapshots.
 
+On a mesh every device has all rows, and its part of the weights and of the heads' memories: a model may
+be larger than a device, and a step is the same for all.
+
 Every shape depends on the engine's sizes only and a slot is an argument, so there is one program of
 each kind, and one per chunk bucket for prompts (KF-037, KF-117). The state is donated: it is updated
 where it lies (KF-036).
 """
 
+import contextlib
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from k3jax.decode_state import DecodeState, kda_caches, put_row, take_row
-from k3jax.model import K3Config, init_decode_state
+from k3jax.model import K3Config, decode_state_specs, init_decode_state
 from k3jax.sample import SamplingConfig, SamplingRows, sample_tokens, sampling_rows
-from k3jax.train_state import abstract_model, merge
+from k3jax.sharding.annotate import pmax, region
+from k3jax.sharding.mesh import AXES
+from k3jax.train_state import abstract_model, merge, weight_specs
 
 BLOCK = 16  # tokens per call of the compiled loop, and so per flush to the terminal
 MAX_STOP_IDS = 8  # token ids that may end one request
@@ -50,8 +59,70 @@ class Admission(NamedTuple):
     sampling: SamplingRows  # one row
 
 
-def init_slots(cfg: K3Config, slots: int, max_len: int, *, pages: int, page_tokens: int) -> Slots:
+class Place(NamedTuple):
+    """What names a program: the model, and the devices that share it (None: one has it whole).
+
+    The config stands for the graph of the model, which takes milliseconds to hash.
+    """
+
+    cfg: K3Config
+    mesh: Mesh | None = None
+
+    def specs(self, part: Any) -> Any:
+        """PartitionSpecs of "weights", of "slots", of a "row" of them; of None: the same everywhere."""
+        if isinstance(part, tuple):
+            return tuple(map(self.specs, part))
+        assert self.mesh is not None
+        if part == "weights":
+            return weight_specs(self.cfg, self.mesh)
+        everywhere: Any = PartitionSpec()
+        state = decode_state_specs(self.cfg, self.mesh.shape, rows=None, paged=True)
+        if part == "row":
+            return kda_caches(state)
+        return Slots(state, *(everywhere,) * 8) if part == "slots" else everywhere
+
+    def activate(self) -> Any:
+        """Context in which its programs run."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def program(ins: tuple[Any, ...], outs: Any, donate: int | None = None) -> Callable:
+    """Compiles `fn(cfg, *args)` as `fn(place, *args)`, on every device of the place.
+
+    Args:
+        ins, outs: parts that the arguments and results are, as `Place.specs` names them.
+        donate: index of an argument whose memory the result takes.
+    """
+
+    def compiled(fn: Callable) -> Any:
+        @partial(jax.jit, static_argnums=0, donate_argnums=() if donate is None else donate + 1)
+        @functools.wraps(fn)
+        def run(place: Place, *args):
+            local = partial(fn, place.cfg)
+            if place.mesh is None:
+                return local(*args)
+            return region(local, place.mesh, place.specs(ins), place.specs(outs))(*args)
+
+        return run
+
+    return compiled
+
+
+def init_slots(place: Place, slots: int, max_len: int, *, pages: int, page_tokens: int) -> Slots:
     """Empty slots; `pages` as in `init_decode_state`."""
+
+    def make() -> Slots:
+        return _empty(place.cfg, slots, max_len, pages=pages, page_tokens=page_tokens)
+
+    if place.mesh is None:
+        return make()
+    where = jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), place.specs("slots"))
+    sampling = jax.tree.map(lambda _: where.sampling, jax.eval_shape(make).sampling)
+    with place.activate():
+        return jax.jit(make, out_shardings=where._replace(sampling=sampling))()
+
+
+def _empty(cfg: K3Config, slots: int, max_len: int, *, pages: int, page_tokens: int) -> Slots:
     rows = (slots,)
     return Slots(
         state=init_decode_state(cfg, slots, max_len, pages=pages, page_tokens=page_tokens),
@@ -67,13 +138,12 @@ def init_slots(cfg: K3Config, slots: int, max_len: int, *, pages: int, page_toke
 
 
 def _model(cfg: K3Config, weights: Weights) -> Any:
-    """The model; its config names the program: a graph definition takes milliseconds to hash."""
     graphdef, _, _ = abstract_model(cfg)
     return merge(graphdef, *weights)
 
 
-@partial(jax.jit, donate_argnums=0)
-def admit(slots: Slots, slot: Int[Array, ""], request: Admission) -> Slots:
+@program(("slots", None, None), "slots", donate=0)
+def admit(_: K3Config, slots: Slots, slot: Int[Array, ""], request: Admission) -> Slots:
     """A request into a free slot: no tokens yet, not active."""
     state = slots.state
     assert state.page_table is not None
@@ -97,14 +167,16 @@ def admit(slots: Slots, slot: Int[Array, ""], request: Admission) -> Slots:
     )
 
 
-@jax.jit
-def snapshot(slots: Slots, slot: Int[Array, ""]) -> Any:
+@program(("slots", None), "row")
+def snapshot(_: K3Config, slots: Slots, slot: Int[Array, ""]) -> Any:
     """A copy of what the slot's request has beside its pages."""
     return kda_caches(take_row(slots.state, slot))
 
 
-@partial(jax.jit, donate_argnums=0)
-def restore(slots: Slots, slot: Int[Array, ""], length: Int[Array, ""], row: Any) -> Slots:
+@program(("slots", None, None, "row"), "slots", donate=0)
+def restore(
+    _: K3Config, slots: Slots, slot: Int[Array, ""], length: Int[Array, ""], row: Any
+) -> Slots:
     """The slot's request as a snapshot after `length` tokens left it, whose pages it shares."""
     own = take_row(slots.state, slot)
     caches = {stack: layers | row[stack] for stack, layers in own.caches.items()}
@@ -112,7 +184,7 @@ def restore(slots: Slots, slot: Int[Array, ""], length: Int[Array, ""], row: Any
     return slots._replace(state=put_row(slots.state, slot, own))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(("weights", "slots", None, None, None, None), "slots", donate=1)
 def read_chunk(
     cfg: K3Config,
     weights: Weights,
@@ -148,7 +220,7 @@ class Block(NamedTuple):
     active: Bool[Array, " B"]  # slots that go on
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(("weights", "slots", None, None), ("slots", None), donate=1)
 def generate_block(
     cfg: K3Config,
     weights: Weights,
@@ -182,6 +254,7 @@ def generate_block(
         token, logprob = sample_tokens(
             slots.logits, slots.seed, slots.count, how, allowed=allowed, seen=slots.seen
         )
+        token = pmax(token, *AXES)  # rounding that differs from device to device parts no ways
         count = slots.count + slots.active
         stopped = (token[:, None] == slots.stop_ids).any(1)
         going = slots.active & ~stopped & (count < slots.limit)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from k3jax.data.tokenizer import StreamDecoder, Tokenizer
 from k3jax.decode_loop import (
     MAX_STOP_IDS,
     Admission,
+    Place,
     admit,
     generate_block,
     init_slots,
@@ -184,6 +185,7 @@ class Engine:
         page_tokens: int = PAGE_TOKENS,
         chunk: int = CHUNK,
         snapshots: int = 0,
+        mesh: Mesh | None = None,
     ):
         """
         Args:
@@ -198,6 +200,8 @@ class Engine:
             chunk: tokens of a prompt read at once: whole pages, whole chunks of the KDA layers.
             snapshots: states at multiples of `chunk` tokens kept of past prompts, for those that
                 begin alike; 0: none.
+            mesh: devices over which params and buffers lie (`run_dir.load_trained`); every device
+                reads all requests. None: one device. Of several processes, all make the same calls.
 
         Raises: ValueError naming a size that does not fit.
         """
@@ -207,6 +211,11 @@ class Engine:
         for name, size in (("page_tokens", page_tokens), ("kda.chunk_size", cfg.kda.chunk_size)):
             if chunk < 2 or chunk % size:
                 raise ValueError(f"chunk is {chunk}; it must be a multiple of {name}={size}")
+        if mesh is not None and mesh.shape["context"] > 1:
+            raise ValueError(
+                f"mesh.context is {mesh.shape['context']}; tokens of a request are not split, use "
+                "another axis"
+            )
         if tokenizer is not None and tokenizer.size > cfg.vocab_size:
             raise ValueError(
                 f"tokenizer has {tokenizer.size} ids, model.vocab_size is {cfg.vocab_size}: use the "
@@ -219,15 +228,18 @@ class Engine:
         self._slot_pool, self._pages = SlotPool(slots), PagePool(pages)
         self._prefixes = PrefixCache(snapshots, chunk, self._pages)
         self._running: dict[int, _Running] = {}
-        cfg, *self._weights = unstacked(cfg, compute_weights(cfg, params), buffers)
-        self.cfg = cfg
+        weights = compute_weights(cfg, params), buffers
+        if mesh is None:  # on a mesh each layer's matrices are gathered anyway
+            cfg, *weights = unstacked(cfg, *weights)
+        self.cfg, self._weights = cfg, tuple(weights)
+        self._place = Place(cfg, mesh)
         allowed = np.zeros(cfg.vocab_size, bool)
         allowed[: cfg.vocab_size if tokenizer is None else tokenizer.size] = True
         if tokenizer is not None:
             silent = {tokenizer.bos_id, tokenizer.pad_id} - {tokenizer.eos_id}
             allowed[list(silent)] = False
-        self._allowed = jnp.asarray(allowed)
-        self._slots = init_slots(cfg, slots, max_len, pages=pages, page_tokens=page_tokens)
+        self._allowed = allowed
+        self._slots = init_slots(self._place, slots, max_len, pages=pages, page_tokens=page_tokens)
         self.stats = Stats()
         self._called: set[int] = set()  # widths of the programs that have run
 
@@ -341,11 +353,11 @@ class Engine:
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer.stream(), request.stop)
         self._running[slot] = _Running(index, request, [*shared, *own], text)
-        self._slots = admit(self._slots, np.int32(slot), self._admission(request, slot, prompt))
+        self._slots = self._call(admit, self._slots, slot, self._admission(request, slot, prompt))
         begin = 0
         if found is not None:
             begin = found.length
-            self._slots = restore(self._slots, np.int32(slot), np.int32(begin), found.row)
+            self._slots = self._call(restore, self._slots, slot, begin, found.row)
         self.stats.restored += begin
         self.stats.prompt += len(prompt) - begin
         self._read_prompt(slot, prompt, begin, names)
@@ -379,15 +391,14 @@ class Engine:
             tokens = np.zeros((1, width), np.int32)
             tokens[0, : len(piece)] = piece
             end = at + len(piece)
-            self._slots = read_chunk(
-                self.cfg, self._weights, self._slots, np.int32(slot), tokens,
-                np.int32(len(piece)), np.bool_(end == len(prompt)),
-            )  # fmt: skip
+            self._slots = self._call(
+                read_chunk, self._weights, self._slots, slot, tokens, len(piece), end == len(prompt)
+            )
             if names and end % self.chunk == 0:
                 pages = self._running[slot].pages[: end // self._page_tokens]
                 self._prefixes.add(
                     names[end // self.chunk - 1], end, pages,
-                    lambda: snapshot(self._slots, np.int32(slot)),
+                    lambda: self._call(snapshot, self._slots, slot),
                 )  # fmt: skip
         jax.block_until_ready(self._slots.logits)
         if len(self._called) == known:
@@ -399,8 +410,8 @@ class Engine:
         self._called.add(1)
         keep = np.zeros(self._slot_pool.size, bool)
         keep[list(self._running)] = True
-        self._slots, block = generate_block(
-            self.cfg, self._weights, self._slots, keep, self._allowed
+        self._slots, block = self._call(
+            generate_block, self._weights, self._slots, keep, self._allowed
         )
         tokens, logprobs, counts, active = (x.tolist() for x in jax.device_get(block))
         if len(self._called) == known:
@@ -413,6 +424,12 @@ class Engine:
             if event.result is not None:
                 self._leave(slot)
             yield event
+
+    def _call(self, program: Any, *args: Any) -> Any:
+        """Runs one of the compiled programs where the model lies; numbers are arguments, not constants."""
+        fixed = {int: np.int32, bool: np.bool_}
+        with self._place.activate():
+            return program(self._place, *(fixed.get(type(x), lambda x: x)(x) for x in args))
 
     def _leave(self, slot: int) -> None:
         self._pages.release(self._running.pop(slot).pages)

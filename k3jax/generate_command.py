@@ -1,15 +1,20 @@
 """`k3jax generate`: text from a trained or imported model, for one prompt, one chat or many requests."""
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k3jax import hosts
 from k3jax.errors import UserError, disk_errors
+from k3jax.sharding.mesh import MeshConfig
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from k3jax.data.tokenizer import Tokenizer
     from k3jax.generate import Engine, Request
     from k3jax.run_dir import Trained
@@ -34,6 +39,8 @@ class GenerateArgs:
     logprobs: bool = False  # also the log-probability of each token
     tokenizer: str | None = None  # "bytes", or a vocabulary's file or folder; None: the model's own
     step: int | None = None  # checkpoint to use; None: the newest
+    # Devices that share the model, also those of several processes; all 1: one device
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=1))
     platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
 
 
@@ -52,11 +59,16 @@ def check_args(asked: GenerateArgs) -> None:
         raise UserError("--stop has an empty text; give at least one character")
 
 
-def generate(asked: GenerateArgs, load: "Callable[[], Trained]") -> int:
-    """The command; returns the exit code. Files with requests are read before the model is loaded."""
+def generate(asked: GenerateArgs, model_dir: str) -> int:
+    """The command; returns the exit code. Files with requests are read before the model is loaded.
+
+    Of several processes, which share the model, the first speaks and writes.
+    """
     from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
     from k3jax.generate import Request
+    from k3jax.run_dir import load_trained
     from k3jax.sample import SamplingConfig
+    from k3jax.sharding.mesh import mesh_of_several
 
     defaults = Request(
         prompt=(),
@@ -73,24 +85,36 @@ def generate(asked: GenerateArgs, load: "Callable[[], Trained]") -> int:
     )
     try:
         defaults.sampling.check()
+        mesh = mesh_of_several(asked.mesh)
     except ValueError as error:
         raise UserError(str(error)) from error
 
     def loaded() -> "tuple[Trained, Tokenizer]":
-        trained = load()
+        try:
+            trained = load_trained(model_dir, step=asked.step, mesh=mesh)
+        except UserError:
+            raise
+        except ValueError as error:  # a mesh over which the model does not divide
+            raise UserError(str(error)) from error
         tokenizer = load_tokenizer(asked.tokenizer or trained.cfg.tokenizer)
         check_vocabulary(tokenizer, trained.cfg.model.vocab_size)
         return trained, tokenizer
 
-    if asked.input is not None:
-        return _many(asked, loaded, defaults)
-    if asked.chat is not None:
-        return _chat(asked, loaded, defaults)
-    return _continue(asked, loaded, defaults)
+    run = _continue if asked.prompt is not None else _chat if asked.chat is not None else _many
+    with contextlib.ExitStack() as quiet:
+        if hosts.index() > 0:
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+            quiet.enter_context(contextlib.redirect_stderr(nowhere))
+        return run(asked, loaded, defaults, mesh)
 
 
 def _engine(
-    asked: GenerateArgs, trained: "Trained", tokenizer: "Tokenizer", requests: "list[Request]"
+    asked: GenerateArgs,
+    trained: "Trained",
+    tokenizer: "Tokenizer",
+    requests: "list[Request]",
+    mesh: "Mesh | None",
 ) -> "Engine":
     """An engine with room for these requests: pages for the longest that may meet, and no more."""
     from k3jax.generate import PAGE_TOKENS, Engine, padded_length
@@ -103,6 +127,7 @@ def _engine(
             trained.cfg.model, trained.params, trained.buffers, tokenizer, slots=slots,
             max_len=padded_length(sizes[-1]) if asked.max_len is None else asked.max_len,
             pages=1 << (pages - 1).bit_length(),  # few different sizes, as each is a compilation
+            mesh=mesh,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -116,11 +141,11 @@ def _checked(engine: "Engine", request: "Request") -> "Request":
     return request
 
 
-def _continue(asked, loaded, defaults) -> int:
+def _continue(asked, loaded, defaults, mesh) -> int:
     """Prints a prompt and what follows, as it comes."""
     trained, tokenizer = loaded()
     request = replace(defaults, prompt=(tokenizer.bos_id, *tokenizer.encode(asked.prompt)))
-    engine = _engine(asked, trained, tokenizer, [request])
+    engine = _engine(asked, trained, tokenizer, [request], mesh)
     text = asked.prompt  # with the first piece: compiling comes before it and logs its choices
     for event in engine.run([_checked(engine, request)]):
         print(text + event.text, end="", flush=True)
@@ -131,7 +156,7 @@ def _continue(asked, loaded, defaults) -> int:
     return 0
 
 
-def _chat(asked, loaded, defaults) -> int:
+def _chat(asked, loaded, defaults, mesh) -> int:
     """Prints the answer to a conversation: reasoning to stderr, content and tool calls to stdout."""
     from k3jax.data.chat_parser import ChatParser, ContentDelta, ReasoningDelta
     from k3jax.generate_jobs import make_request
@@ -139,7 +164,7 @@ def _chat(asked, loaded, defaults) -> int:
     fields = read_chat(asked.chat)
     trained, tokenizer = loaded()
     request = make_request(fields, tokenizer, defaults, defaults.seed)
-    engine = _engine(asked, trained, tokenizer, [request])
+    engine = _engine(asked, trained, tokenizer, [request], mesh)
     parser = ChatParser("think" if fields.get("thinking", True) else "response")
 
     def show(deltas):
@@ -182,15 +207,17 @@ def read_chat(path: str) -> dict[str, Any]:
     return fields
 
 
-def _many(asked, loaded, defaults) -> int:
+def _many(asked, loaded, defaults, mesh) -> int:
     """Serves a file of requests."""
+    from k3jax.data.tokenizer import digest
     from k3jax.generate_jobs import Output, check_requests, read_jobs, requests_of, run_jobs
 
     jobs = read_jobs(asked.input)
     output = Output(asked.output, jobs)
+    hosts.same("the finished requests", digest("\n".join(sorted(map(repr, output.lines))).encode()))
     trained, tokenizer = loaded()
     requests = requests_of(jobs, tokenizer, defaults)
-    engine = _engine(asked, trained, tokenizer, requests)
+    engine = _engine(asked, trained, tokenizer, requests, mesh)
     check_requests(engine, jobs, requests)
     run_jobs(engine, jobs, requests, output, logprobs=asked.logprobs)
     _report(asked, engine, [])

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from k3jax import hosts
 from k3jax.data.chat import END_OF_MESSAGE, ChatOptions, encode_chat
 from k3jax.data.chat_parser import parse
 from k3jax.data.tokenizer import Tokenizer
@@ -176,12 +177,14 @@ def check_requests(engine: Engine, jobs: list[Job], requests: list[Request]) -> 
 class Output:
     """The output file: a line is there, and stays, once its request is done.
 
-    Lines come in the order in which requests finish; `sort` puts them in that of the input.
+    Lines come in the order in which requests finish; `sort` puts them in that of the input. Of several
+    processes the first writes.
     """
 
     def __init__(self, path: str, jobs: list[Job]):
         """Reads what an earlier process left. Raises UserError if that is of other jobs."""
         self.path = Path(path).expanduser()
+        self._writes = hosts.index() == 0
         self._order = {job.id: n for n, job in enumerate(jobs)}
         self.lines: dict[str | int, bytes] = {}
         content = b""
@@ -199,13 +202,15 @@ class Output:
             self.lines[known] = line
 
     def __enter__(self) -> "Output":
-        with disk_errors(f"output {self.path} cannot be written"):
-            self._file = self.path.open("ab")
-            self._file.truncate(self._whole)
+        if self._writes:
+            with disk_errors(f"output {self.path} cannot be written"):
+                self._file = self.path.open("ab")
+                self._file.truncate(self._whole)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._file.close()
+        if self._writes:
+            self._file.close()
 
     def add(self, job: Job, result: Result, *, logprobs: bool) -> None:
         """Appends a line and waits until it is on disk."""
@@ -217,16 +222,17 @@ class Output:
         if logprobs:
             values["logprobs"] = result.logprobs
         line = json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        with disk_errors(f"output {self.path} cannot be written"):
-            self._file.write(line + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        if self._writes:
+            with disk_errors(f"output {self.path} cannot be written"):
+                self._file.write(line + b"\n")
+                self._file.flush()
+                os.fsync(self._file.fileno())
         self.lines[job.id] = line
 
     def sort(self) -> None:
         """Puts the lines in the order of the input; the file is never without one of them."""
         ordered = sorted(self.lines, key=self._order.__getitem__)
-        if ordered != list(self.lines):
+        if ordered != list(self.lines) and self._writes:
             with disk_errors(f"output {self.path} cannot be written"):
                 write_whole(self.path, b"".join(self.lines[known] + b"\n" for known in ordered))
 

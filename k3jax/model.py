@@ -537,24 +537,26 @@ def init_decode_state(
     return DecodeState(jnp.zeros((batch,), jnp.int32), caches, page_table)
 
 
-def decode_state_specs(cfg: K3Config, sizes: Mapping[str, int]) -> Any:
+def decode_state_specs(
+    cfg: K3Config, sizes: Mapping[str, int], *, rows: Any = ROWS, paged: bool = False
+) -> Any:
     """PartitionSpecs of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
 
-    An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
+    `rows` None: every device has all rows. `paged`: with a page table, which goes with all rows. An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
     split: decoding knows no `context`.
     """
     heads = "tensor" if sizes["tensor"] > 1 else None
 
     spec: Any = PartitionSpec  # in the place of arrays
     of: dict[str, Any] = {
-        "mla": MLACache(spec(None, ROWS)),
-        "kda": KDACache(spec(None, ROWS, None, None, heads), spec(None, ROWS, heads)),
+        "mla": MLACache(spec(None, rows)),
+        "kda": KDACache(spec(None, rows, None, None, heads), spec(None, rows, heads)),
     }
     caches = {
         plan.name: {f"layer_{j}": of[cfg.layers[plan.first + j][0]] for j in range(plan.size)}
         for plan in plan_stacks(cfg)
     }
-    return DecodeState(spec(ROWS), caches)
+    return DecodeState(spec(rows), caches, spec(rows) if paged else None)
 
 
 def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, UInt32
 
 from k3jax.layers.mla import MLAConfig
 from k3jax.optim.build import OptimConfig, build_optimizer
 from k3jax.sharding.annotate import Buffer
-from k3jax.sharding.rules import logical_axes, partition_spec, state_shardings
+from k3jax.sharding.rules import logical_axes, partition_spec, state_shardings, state_specs
 
 POOLED_SIZE = 2**20  # elements; larger weights have draws of their own
 
@@ -70,19 +70,29 @@ def make_optimizer(model: ModelConfig, optim: OptimConfig) -> optax.GradientTran
     return build_optimizer(optim, params, qk_nope_dim=model.mla.qk_nope_dim)
 
 
+def weight_specs(model: ModelConfig, mesh: Mesh) -> tuple[dict, dict]:
+    """Placements of (params, buffers) on a mesh.
+
+    Raises: ValueError as `abstract_state`.
+    """
+    graphdef, params, buffers = abstract_model(model)
+    axes = logical_axes(merge(graphdef, params, buffers))
+    return state_specs(params, axes, mesh.shape), state_specs(buffers, axes, mesh.shape)
+
+
 def abstract_weights(model: ModelConfig, mesh: Mesh | None) -> dict[str, dict]:
     """Shapes and dtypes of "params" and "buffers", on a mesh with placements.
 
     Raises: ValueError as `abstract_state`.
     """
-    graphdef, params, buffers = abstract_model(model)
-    weights = {"params": params, "buffers": buffers}
-    if mesh is None:
-        return weights
-    shardings = state_shardings(weights, logical_axes(merge(graphdef, params, buffers)), mesh)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), weights, shardings
-    )
+    _, *weights = abstract_model(model)
+    if mesh is not None:
+
+        def on_mesh(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        weights = jax.tree.map(on_mesh, weights, list(weight_specs(model, mesh)))
+    return dict(zip(("params", "buffers"), weights, strict=True))
 
 
 def abstract_state(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:

@@ -20,8 +20,7 @@ from k3jax.optim.schedule import learning_rate
 from k3jax.sharding.annotate import axis_size, pmax, psum, region, split_tokens, sum_over_replicas
 from k3jax.sharding.context_parallel import from_next
 from k3jax.sharding.mesh import AXES, ROWS, batch_sharding, rows_sharding
-from k3jax.sharding.rules import logical_axes, state_specs
-from k3jax.train_state import TrainState, abstract_model, make_optimizer, merge
+from k3jax.train_state import TrainState, abstract_model, make_optimizer, merge, weight_specs
 
 Batch = dict[str, Int[Array, "A B T"]]  # "tokens" and "segment_ids"; A accumulation steps
 Metrics = dict[str, Array]
@@ -162,7 +161,7 @@ def make_gradients(
     specs = None
     if mesh is None:
         return gradients
-    specs, buffer_specs = _model_specs(model, mesh)
+    specs, buffer_specs = weight_specs(model, mesh)
     return region(
         gradients,
         mesh,
@@ -195,16 +194,9 @@ def make_eval_step(
         return {"nats": sums.nats, "tokens": sums.tokens, "bytes": sums.bytes}
 
     if mesh is not None:
-        specs = (*_model_specs(cfg.model, mesh), rows_sharding(mesh).spec)
+        specs = (*weight_specs(cfg.model, mesh), rows_sharding(mesh).spec)
         eval_step = region(eval_step, mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(eval_step)
-
-
-def _model_specs(model: K3Config, mesh: Mesh) -> tuple[dict, dict]:
-    """Placement of parameters and buffers, as in `abstract_state`."""
-    graphdef, params, buffers = abstract_model(model)
-    axes = logical_axes(merge(graphdef, params, buffers))
-    return state_specs(params, axes, mesh.shape), state_specs(buffers, axes, mesh.shape)
 
 
 def _stats_specs(model: K3Config, mesh: Mesh) -> Any:

@@ -47,7 +47,7 @@ def command(capsys, monkeypatch, trained):
     logger = logging.getLogger("k3jax")
     before = (logger.handlers[:], logger.level, logger.propagate)
     monkeypatch.setenv("K3JAX_CACHE_DIR", "")
-    monkeypatch.setattr(run_dir, "load_trained", lambda path, step: trained)
+    monkeypatch.setattr(run_dir, "load_trained", lambda path, step, mesh: trained)
 
     def run(*args):
         code = cli.main(["generate", "model", *map(str, args)])

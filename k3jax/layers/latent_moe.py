@@ -2,33 +2,25 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.layers.experts import Experts, PackedExperts
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import Balancing, RouterStats, collect_stats
-from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.grouped_matmul import experts, experts_backward, experts_forward
-from k3jax.pallas_kernels.grouped_matmul.composed import experts as composed_experts
-from k3jax.pallas_kernels.grouped_matmul.few import experts_of_all, experts_of_few
-from k3jax.pallas_kernels.mxfp4 import GROUP, dequantize_mxfp4, grouped_matmul_mxfp4
+from k3jax.pallas_kernels.mxfp4 import GROUP
 from k3jax.sharding.annotate import (
     Buffer,
     axis_size,
     gathered,
     join_tokens,
-    param,
     split_tokens,
 )
-from k3jax.sharding.expert_parallel import apply_experts
-
-MOST_TOKENS = 128  # of a decoding step in which every expert may read every token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,139 +176,6 @@ def _competing(biased: Float[Array, "*batch E"], cfg: LatentMoEConfig) -> Float[
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
 
 
-@dataclass(frozen=True)
-class ExpertsOp:
-    """The feed-forward of the routed experts as `apply_experts` calls it."""
-
-    activation: ActivationConfig
-
-    def __call__(self, rows, p, group_sizes, matrices):
-        w1, w3, w2 = matrices
-        return experts(rows, w1, w3, w2, p, group_sizes, self.activation)
-
-    def take(self, w, ids, dtype):
-        """The matrices [in, out] of some experts."""
-        return w[ids].astype(dtype)
-
-    def forward(self, rows, p, group_sizes, matrices):
-        w1, w3, w2 = matrices
-        return experts_forward(rows, w1, w3, w2, p, group_sizes, self.activation)
-
-    def backward(self, saved, dy, rows, p, group_sizes, matrices):
-        w1, w3, w2 = matrices
-        dx, dw1, dw3, dw2, dp = experts_backward(
-            saved, dy, rows, w1, w3, w2, p, group_sizes, self.activation
-        )
-        return dx, dp, (dw1, dw3, dw2)
-
-
-@dataclass(frozen=True)
-class PackedExpertsOp:
-    """The same with matrices in MXFP4, each a pair (packed, scale)."""
-
-    activation: ActivationConfig
-
-    def __call__(self, rows, p, group_sizes, matrices):
-        w1, w3, w2 = matrices
-
-        def matmul(x, w, group_sizes):
-            return grouped_matmul_mxfp4(x, *w, group_sizes)
-
-        return composed_experts(matmul, rows, w1, w3, w2, p, group_sizes, self.activation)
-
-    def take(self, w, ids, dtype):
-        return dequantize_mxfp4(*(codes[ids] for codes in w), dtype).swapaxes(1, 2)
-
-    def forward(self, *_):
-        raise ValueError("experts in MXFP4 cannot be trained: decode them first (moe.weights)")
-
-    backward = forward
-
-
-class PackedMatrices(nnx.Module):
-    """One matrix [out, in] of every expert in MXFP4; zeros until codes are loaded."""
-
-    def __init__(self, num_experts: int, out_dim: int, in_dim: int):
-        def codes(size):
-            shape, axes = (num_experts, out_dim, size), ("experts", None, None)
-            return Buffer(jnp.zeros(shape, jnp.uint8), logical_axes=axes, global_shape=shape)
-
-        self.packed = codes(in_dim // 2)
-        self.scale = codes(in_dim // GROUP)
-
-    def __call__(self) -> tuple[UInt8[Array, "E O half"], UInt8[Array, "E O groups"]]:
-        return self.packed[...], self.scale[...]
-
-
-class Experts(nnx.Module):
-    """The routed experts: E_j(z) = w2_j activation(w1_j z, w3_j z)."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        ffn_dim: int,
-        axis: str,
-        *,
-        weights: Literal["plain", "mxfp4"],
-        activation: ActivationConfig,
-        rngs: nnx.Rngs,
-        param_dtype: str,
-        init_std: float,
-    ):
-        self.num_experts, self.activation, self.packed = num_experts, activation, weights == "mxfp4"
-        if self.packed:
-            self.w1, self.w3 = (PackedMatrices(num_experts, ffn_dim, dim) for _ in range(2))
-            self.w2 = PackedMatrices(num_experts, dim, ffn_dim)
-            return
-        init = nnx.initializers.normal(init_std)
-        up, down = ("experts", axis, "expert_ffn"), ("experts", "expert_ffn", axis)
-        self.w1 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
-        self.w3 = param(rngs, init, (num_experts, dim, ffn_dim), up, param_dtype)
-        self.w2 = param(rngs, init, (num_experts, ffn_dim, dim), down, param_dtype)
-
-    def __call__(
-        self,
-        z: Float[Array, "tokens L"],
-        ids: Int[Array, "tokens A"],
-        weights: Float[Array, "tokens A"],
-        mask: Bool[Array, " tokens"] | None = None,
-        keep_rows: bool = False,
-        decoding: bool = False,
-    ) -> Float[Array, "tokens L"]:
-        """Weighted sum of each token's experts, float32; 0 for padding tokens.
-
-        `keep_rows`: the backward pass follows at once, see `apply_experts`. `decoding`: none follows.
-        """
-        op = (PackedExpertsOp if self.packed else ExpertsOp)(self.activation)
-        stored = (self.w1, self.w3, self.w2)
-        few = ids.size <= self.num_experts
-        # Of more choices every expert is some token's: then an accelerator reads all, once. A TPU
-        # has a kernel for the sorted form.
-        on_gpu = dispatch.platform() in ("gpu", "cuda", "rocm")
-        every = not few and on_gpu and ids.shape[0] <= MOST_TOKENS and not self.packed
-        if decoding and axis_size("expert") == 1 and (few or every):
-            if mask is not None:
-                z, weights = (jnp.where(mask[:, None], a, 0) for a in (z, weights))
-            if every:
-                matrices = (gathered(w, z.dtype) for w in stored)
-                return experts_of_all(z, ids, weights, *matrices, self.activation)
-            matrices = tuple(w() if self.packed else gathered(w) for w in stored)
-            take = partial(op.take, dtype=z.dtype)
-            return experts_of_few(z, ids, weights, matrices, take, self.activation)
-        matrices = tuple(w() if self.packed else gathered(w, z.dtype) for w in stored)
-        return apply_experts(
-            op,
-            z,
-            weights,
-            ids,
-            mask,
-            self.num_experts,
-            matrices,
-            keep_rows=keep_rows,
-        )
-
-
 class LatentMoE(nnx.Module):
     """Routed experts in a latent, their sum normalised and projected up, plus shared experts.
 
@@ -354,15 +213,12 @@ class LatentMoE(nnx.Module):
             self.routed_expert_norm = RMSNorm(
                 dim, eps=norm_eps, rngs=rngs, param_dtype=param_dtype, axis=axis
             )
-        self.experts = Experts(
-            cfg.num_experts,
-            dim,
-            cfg.ffn_dim,
-            axis,
-            weights=cfg.weights,
-            activation=activation,
-            **common,
-        )
+        if cfg.weights == "mxfp4":
+            self.experts = PackedExperts(cfg.num_experts, dim, cfg.ffn_dim, activation=activation)
+        else:
+            self.experts = Experts(
+                cfg.num_experts, dim, cfg.ffn_dim, axis, activation=activation, **common
+            )
         if cfg.num_shared:
             self.shared_experts = FeedForward(
                 width, cfg.num_shared * cfg.ffn_dim, activation=activation, **common
