@@ -1,4 +1,4 @@
-"""The golden checkpoint in the released layout: imported, run, continued greedily, exported as it was."""
+"""Golden checkpoints in the released layout: imported, run, continued greedily, exported as they were."""
 
 import filecmp
 from dataclasses import replace
@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from k3jax import cli
+from k3jax.generate import Engine, Request
 from k3jax.model import init_decode_state
 from k3jax.run_dir import load_trained
+from k3jax.sample import SamplingConfig
 from k3jax.train_state import abstract_model, merge
 from tests.golden_io import cases, check, golden_dir, load
+from tests.official_helpers import text_checkpoint
 
 CASES = cases("multimodal_io")
 SOURCE = golden_dir() / "multimodal" / "checkpoint"
@@ -94,3 +97,27 @@ def test_exported_files_are_the_original_ones(imported, tmp_path):
     assert sorted(path.name for path in target.iterdir()) == names
     same, different, errors = filecmp.cmpfiles(SOURCE, target, names, shallow=False)
     assert (sorted(same), different, errors) == (names, [], [])
+
+
+@pytest.mark.parametrize("case", ["text_k3", "text_linear"])
+def test_text_checkpoints_of_float32(case, tmp_path):
+    """Kimi K3 and Kimi Linear, imported: logits, and the greedy tokens of the engine."""
+    source, folder = text_checkpoint(case, tmp_path / "source"), tmp_path / "model"
+    assert cli.main(["import", str(source), str(folder)]) == 0
+    trained = load_trained(folder)
+    model = merge(abstract_model(trained.cfg.model)[0], trained.params, trained.buffers)
+    meta, tensors = load(f"{case}/io")
+    got, want = (
+        np.asarray(model(jnp.asarray(tensors["input_ids"], jnp.int32))),
+        tensors["full.logits"],
+    )
+    check("full.logits", got, meta)
+    assert np.abs(got - want).max() <= ALLOWED * np.abs(want).max()
+    prompts, chosen = tensors["prompt_ids"], tensors["decode.tokens"]
+    size = prompts.shape[1] + chosen.shape[1]
+    engine = Engine(trained.cfg.model, trained.params, trained.buffers, None, slots=2, max_len=size)
+    greedy = SamplingConfig(temperature=0.0)
+    results = engine.generate(
+        Request(prompt=row.tolist(), max_tokens=chosen.shape[1], sampling=greedy) for row in prompts
+    )
+    np.testing.assert_array_equal([result.tokens for result in results], chosen)
