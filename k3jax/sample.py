@@ -1,12 +1,13 @@
 """The sampling distribution: penalty, temperature, truncation, and one draw per row."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+SMALLEST, LARGEST = 1e-6, 1e6  # of divisors: beyond, quotients leave float32 and no order is left
 
 
 class SamplingConfig(NamedTuple):
@@ -20,17 +21,20 @@ class SamplingConfig(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError for values outside their range."""
-        if not 0 < self.repetition_penalty < math.inf:
+        if not SMALLEST <= self.repetition_penalty <= LARGEST:
             raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite "
-                "(1: none)"
+                f"repetition_penalty is {self.repetition_penalty}; it must be from {SMALLEST} to "
+                f"{LARGEST:.0f} (1: none)"
             )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 and finite")
+        if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be 0 (always the likeliest token), or "
+                f"from {SMALLEST} to {LARGEST:.0f}"
+            )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not SMALLEST <= self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be from {SMALLEST} to 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be at least 0 and at most 1")
 

@@ -1,11 +1,13 @@
 """The sampling distribution: penalty, temperature, truncation; rows that draw for themselves; what is computed."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.sample import SamplingConfig, sample_tokens, sampling_rows
+from k3jax.sample import LARGEST, SMALLEST, SamplingConfig, sample_tokens, sampling_rows
 
 LOGITS = np.log([0.5, 0.3, 0.15, 0.05]).astype(np.float32)
 DRAWS = 400
@@ -133,6 +135,24 @@ def test_greedy_rows_sort_and_draw_nothing():
     assert not {n for n in names if "sort" in n or "random" in n or "threefry" in n or "top_k" in n}
 
 
+@pytest.mark.parametrize("size", [1.0, 1e20])
+@pytest.mark.parametrize("temperature", [0.0, SMALLEST, 1.0, LARGEST])
+@pytest.mark.parametrize("penalty", [SMALLEST, 1.0, LARGEST])
+@pytest.mark.parametrize("top_p", [SMALLEST, 1.0])
+def test_settings_at_their_limits_keep_the_order(size, temperature, penalty, top_p):
+    """Never an id that is not allowed, even if it was seen; the likeliest where only that is left."""
+    logits, allowed = size * np.array([3.0, -1, 0, 2, 2.5, -5, 1, 9]), np.arange(8) < 7
+    seen = np.array([1, 1, 1, 0, 0, 1, 0, 1], bool)
+    how = SamplingConfig(temperature=temperature, repetition_penalty=penalty, top_p=top_p)
+    how.check()
+    tokens, logprobs = draw(*[how] * 16, logits=logits, allowed=allowed, seen=seen)
+    assert np.isfinite(logprobs).all()
+    assert allowed[tokens].all()
+    if temperature == 0 or top_p < 1:
+        scores = logits * np.where(seen, np.where(logits > 0, 1 / penalty, penalty), 1)
+        np.testing.assert_array_equal(tokens, scores[:7].argmax())
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -146,9 +166,15 @@ def test_greedy_rows_sort_and_draw_nothing():
         dict(min_p=1.1),
         dict(repetition_penalty=0.0),
         dict(repetition_penalty=float("inf")),
+        dict(temperature=float("inf")),
+        dict(temperature=1e39),  # not finite as float32
+        dict(temperature=1e-46),  # zero as float32
+        dict(top_p=1e-50),
+        dict(repetition_penalty=1e39),
+        dict(repetition_penalty=1e-39),
     ],
 )
 def test_bad_values_are_named(bad):
     ((name, value),) = bad.items()
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value}")):
         SamplingConfig(**bad).check()

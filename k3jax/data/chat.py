@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from k3jax.data.chat_messages import Call, Turn, compact_json, conversation, one_of
+from k3jax.data.chat_messages import (
+    Call,
+    Turn,
+    check_tools,
+    compact_json,
+    conversation,
+    one_of,
+)
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.errors import UserError
 
@@ -95,8 +102,8 @@ class ChatOptions:
         if isinstance(self.image_prompts, str):
             raise UserError(f"image_prompts is {self.image_prompts!r}; give a list, one per image")
         _response_format(self.response_format)
-        if self.tools:
-            compact_json(self.tools, "tools")
+        check_tools(self.tools, "tools")
+        compact_json(self.tools, "tools")
 
 
 def chat_segments(

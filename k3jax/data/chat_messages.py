@@ -89,6 +89,15 @@ def compact_json(value: Any, what: str) -> str:
     return _json(value, what, sort_keys=True, separators=(",", ":"))
 
 
+def check_tools(tools: Any, what: str) -> None:
+    """Raises UserError that calls the value `what` unless it is a list of objects."""
+    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
+        raise UserError(f"{what} is of type {_kind(tools)}; give a list of function declarations")
+    for number, tool in enumerate(tools, 1):
+        if not isinstance(tool, Mapping):
+            raise UserError(f"{what}: number {number} is of type {_kind(tool)}; give an object")
+
+
 def one_of(what: str, value: Any, known: Sequence[str]) -> None:
     """Raises UserError unless the value is one of the known ones."""
     if value not in known:
@@ -97,7 +106,7 @@ def one_of(what: str, value: Any, known: Sequence[str]) -> None:
 
 def _json(value: Any, what: str, **options: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, **options)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{what}: no JSON value ({error})") from None
 
@@ -119,6 +128,7 @@ def _turn(item: tuple[str, Mapping[str, Any]]) -> Turn:
     place, message = item
     role = message["role"]
     if role == "system" and message.get("tools"):
+        check_tools(message["tools"], f"{place} tools")
         return Turn(place=place, role=role, tools=message["tools"])
     if role not in ROLES:
         return Turn(place=place, role=role)

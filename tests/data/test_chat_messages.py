@@ -148,7 +148,11 @@ BAD = [
     ([calling(("1", "f", {"k": b"x"}))], "argument 'k': no JSON value"),
     ([{"role": "tool", "content": "x"}], r"message 1 \(tool\) names no tool"),
     ([TWO, *[{"role": "tool"}] * 3], r"message 4 \(tool\) names no tool and answers no call"),
-    ([{"role": "system", "tools": [{1, 2}]}], r"\(system\) tools: no JSON value"),
+    ([{"role": "system", "tools": [{"a": {1, 2}}]}], r"\(system\) tools: no JSON value"),
+    ([{"role": "system", "tools": [{1, 2}]}], r"\(system\) tools: number 1 is of type set"),
+    ([{"role": "system", "tools": 5}], r"\(system\) tools is of type number; give a list"),
+    ([{"role": "system", "tools": {"a": 1}}], r"\(system\) tools is of type object"),
+    ([calling(("1", "f", {"k": float("nan")}))], "argument 'k': no JSON value"),
 ]
 
 
@@ -168,6 +172,12 @@ BAD_OPTIONS = [
     ({"response_format": {"type": "json_schema"}}, "json_schema None"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {1}}}}, "schema of"),
     ({"tools": [{"a": object()}]}, "tools: no JSON value"),
+    ({"tools": [{"a": float("inf")}]}, "tools: no JSON value"),
+    ({"tools": 5}, "tools is of type number; give a list"),
+    ({"tools": None}, "tools is of type null"),
+    ({"tools": "f"}, "tools is of type string"),
+    ({"tools": {"name": "f"}}, "tools is of type object"),
+    ({"tools": ["f"]}, "tools: number 1 is of type string; give an object"),
     ({"image_prompts": CAT}, "image_prompts is .*; give a list"),
 ]
 
