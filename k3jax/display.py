@@ -6,7 +6,7 @@ import statistics
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -14,6 +14,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -23,28 +24,31 @@ from rich.progress import (
 SMOOTHING = 20  # steps whose median duration gives the remaining time
 
 
-class Display:
-    """Notes above, progress below. Use as a context manager; `step` once per training step."""
+class Bar:
+    """A progress bar with notes above it, on a terminal; elsewhere the notes alone. A context manager.
 
-    def __init__(self, *, start: int, total: int, every: int, console: Console | None = None):
+    Args:
+        columns: of the bar.
+        total, completed: of what it counts.
+        console: where to; the terminal if omitted.
+        fields: what `{task.fields[...]}` of the columns says at first.
+    """
+
+    def __init__(
+        self,
+        *columns: ProgressColumn,
+        total: int,
+        completed: int,
+        console: Console | None = None,
+        **fields: Any,
+    ):
         self._console = console or Console()
-        self._every, self._total = every, total
-        self._times: list[float] = []
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[figures]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=total, completed=start, figures="compiling")
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=total, completed=completed, **fields)
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -57,13 +61,47 @@ class Display:
         """One line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def moved(self, completed: int, **fields: Any) -> bool:
+        """Whether there is a bar, which then shows this."""
+        if self._bar is None:
+            return False
+        self._bar.update(self._task, completed=completed, **fields)
+        return True
+
+
+def left(seconds: float) -> str:
+    """The time left as the end of a line."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"  left {minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Display(Bar):
+    """A run: `step` once per training step."""
+
+    def __init__(self, *, start: int, total: int, every: int, console: Console | None = None):
+        super().__init__(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            total=total,
+            completed=start,
+            console=console,
+            figures="compiling",
+        )
+        self._every, self._total = every, total
+        self._times: list[float] = []
+
     def step(self, record: dict[str, Any]) -> None:
         """Shows the figures of one step; plain lines come every `every` steps and at the end."""
         self._times = [*self._times[-SMOOTHING:], time.monotonic()]
         number = record["step"]
-        if self._bar is not None:
-            self._bar.update(self._task, completed=number, figures=figures(record))
-        elif number % self._every == 0 or number == self._total:
+        if self.moved(number, figures=figures(record)):
+            return
+        if number % self._every == 0 or number == self._total:
             self.note(f"step {number}/{self._total}  {figures(record)}{self._left(number)}")
 
     def _left(self, number: int) -> str:
@@ -71,8 +109,7 @@ class Display:
             return ""
         durations = [b - a for a, b in itertools.pairwise(self._times)]
         pace = statistics.median(durations)  # not the mean: some include a validation
-        minutes, seconds = divmod(round(pace * (self._total - number)), 60)
-        return f"  left {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        return left(pace * (self._total - number))
 
 
 def figures(record: dict[str, Any]) -> str:
@@ -93,8 +130,11 @@ def figures(record: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-class Transfer:
-    """Progress of bytes with their rate and the time left. Use as a context manager; any thread may `add`.
+LINES = 10.0  # seconds between plain lines where there is no terminal
+
+
+class Transfer(Bar):
+    """Bytes with their rate and the time left; any thread may `add`.
 
     Args:
         what: the first word of the line.
@@ -103,45 +143,33 @@ class Transfer:
         console: where to; the terminal if omitted.
     """
 
-    LINES = 10.0  # seconds between plain lines where there is no terminal
-
     def __init__(self, what: str, *, total: int, done: int = 0, console: Console | None = None):
-        self._console = console or Console()
+        super().__init__(
+            TextColumn(what),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            total=total,
+            completed=done,
+            console=console,
+        )
         self._what, self._total, self._done, self._first = what, total, done, done
         self._began = self._last = time.monotonic()
         self._lock = threading.Lock()
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn(what),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=total, completed=done)
 
-    def __enter__(self) -> "Transfer":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif kind is None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._bar is None and error[0] is None:
             self._line()
 
     def add(self, size: int) -> None:
         """So many bytes more are done."""
         with self._lock:
             self._done += size
-            if self._bar is not None:
-                self._bar.update(self._task, completed=self._done)
-            elif time.monotonic() - self._last > self.LINES:
+            if not self.moved(self._done) and time.monotonic() - self._last > LINES:
                 self._line()
 
     def _line(self) -> None:
@@ -149,9 +177,47 @@ class Transfer:
         rate = (self._done - self._first) / max(self._last - self._began, 1e-9)
         text = f"{self._what} {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
         if rate:
-            minutes, seconds = divmod(round((self._total - self._done) / rate), 60)
-            text += f"  {rate / 1e6:,.0f} MB/s  left {minutes // 60}:{minutes % 60:02}:{seconds:02}"
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            text += f"  {rate / 1e6:,.0f} MB/s{left((self._total - self._done) / rate)}"
+        self.note(text)
+
+
+class Served(Bar):
+    """Requests with the tokens per second of all, and the time left.
+
+    Args:
+        total: requests in all.
+        done: those of an earlier start.
+        console: where to; standard error if omitted.
+    """
+
+    def __init__(self, *, total: int, done: int, console: Console | None = None):
+        super().__init__(
+            TextColumn("requests"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            total=total,
+            completed=done,
+            console=console or Console(stderr=True),
+            rate="compiling",
+        )
+        self._total, self._done, self._first = total, done, done
+        self._began = self._last = time.monotonic()
+
+    def update(self, finished: int, tokens: int) -> None:
+        """So many requests more are done; `tokens` have been generated so far."""
+        self._done += finished
+        now = time.monotonic()
+        seconds, served = now - self._began, self._done - self._first
+        rate = f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        if self.moved(self._done, rate=rate):
+            return
+        if now - self._last > LINES or self._done == self._total:
+            self._last = now
+            end = left(seconds * (self._total - self._done) / served) if served else ""
+            self.note(f"requests {self._done}/{self._total}  {rate}{end}")
 
 
 class _StderrLines(logging.Handler):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from k3jax.errors import UserError
-from k3jax.sharding.mesh import MeshConfig
+from k3jax.sharding.mesh_config import MeshConfig
 
 
 @dataclass(frozen=True, kw_only=True)

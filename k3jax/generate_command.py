@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3jax import hosts
 from k3jax.errors import UserError, disk_errors
-from k3jax.sharding.mesh import MeshConfig
+from k3jax.sharding.mesh_config import MeshConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -64,6 +63,7 @@ def generate(asked: GenerateArgs, model_dir: str) -> int:
 
     Of several processes, which share the model, the first speaks and writes.
     """
+    from k3jax import hosts
     from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
     from k3jax.generate import Request
     from k3jax.run_dir import load_trained
@@ -209,6 +209,7 @@ def read_chat(path: str) -> dict[str, Any]:
 
 def _many(asked, loaded, defaults, mesh) -> int:
     """Serves a file of requests."""
+    from k3jax import hosts
     from k3jax.data.tokenizer import digest
     from k3jax.generate_jobs import Output, check_requests, read_jobs, requests_of, run_jobs
 

@@ -3,19 +3,16 @@
 import json
 import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from k3jax import hosts
 from k3jax.data.chat import END_OF_MESSAGE, ChatOptions, encode_chat
 from k3jax.data.chat_parser import parse
 from k3jax.data.tokenizer import Tokenizer
+from k3jax.display import Served
 from k3jax.errors import UserError, disk_errors
 from k3jax.generate import Engine, Request, Result
 from k3jax.run_dir import write_whole
@@ -32,7 +29,6 @@ NUMBERS = {
 }
 CHAT = ("thinking", "effort", "tools", "tool_choice", "response_format")  # of `ChatOptions`
 KNOWN = {"id", "prompt", "messages", "stop", *NUMBERS, *CHAT}
-LINES = 10.0  # seconds between plain lines where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -249,48 +245,9 @@ def run_jobs(
         logprobs: whether with log-probabilities.
     """
     todo = [n for n, job in enumerate(jobs) if job.id not in output.lines]
-    with output, _Progress(engine, done=len(jobs) - len(todo), total=len(jobs)) as progress:
+    with output, Served(done=len(jobs) - len(todo), total=len(jobs)) as progress:
         for event in engine.run(requests[n] for n in todo):
             if event.result is not None:
                 output.add(jobs[todo[event.index]], event.result, logprobs=logprobs)
-            progress.update(event.result is not None)
+            progress.update(int(event.result is not None), engine.stats.generated)
     output.sort()
-
-
-class _Progress:
-    """Requests done, tokens per second and the time left: a bar, or plain lines."""
-
-    def __init__(self, engine: Engine, *, done: int, total: int):
-        self._engine, self._first, self._done, self._total = engine, done, done, total
-        self._began = self._last = time.monotonic()
-        self._console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            columns = (
-                TextColumn("requests"), MofNCompleteColumn(), BarColumn(),
-                TextColumn("{task.fields[rate]}"), TextColumn("left"), TimeRemainingColumn(),
-            )  # fmt: skip
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=total, completed=done, rate="compiling")
-
-    def __enter__(self) -> "_Progress":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, finished: bool) -> None:
-        self._done += finished
-        now = time.monotonic()
-        seconds = now - self._began
-        rate = f"{self._engine.stats.generated / max(seconds, 1e-9):,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, rate=rate)
-        elif now - self._last > LINES or self._done == self._total:
-            self._last, served = now, self._done - self._first
-            left = f"  left {seconds * (self._total - self._done) / served:.0f} s" if served else ""
-            text = f"requests {self._done}/{self._total}  {rate}{left}"
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)

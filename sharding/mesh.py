@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,25 +10,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from k3jax.sharding.mesh_config import MeshConfig
+
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # axes that split the rows of a batch
 PLACED = ("tensor", "expert", "context", "fsdp", "data")  # on a torus, the most local first
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    # ways to split the rows with parameters replicated; -1: all devices that are left
-    data: int = -1
-    fsdp: int = 1  # ways to split the rows and, with them, parameters and optimizer state
-    expert: int = 1  # ways to split the rows and, with them, the routed experts
-    context: int = 1  # ways to split the tokens of a row
-    tensor: int = 1  # ways to split heads and feed-forward channels
-
-    def __post_init__(self):
-        sizes = dataclasses.asdict(self)
-        if any(n == 0 or n < -1 for n in sizes.values()) or list(sizes.values()).count(-1) > 1:
-            given = ", ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
-            raise ValueError(f"{given}: use sizes of at least 1, and -1 at most once")
 
 
 def mesh_sizes(cfg: MeshConfig, num_devices: int) -> dict[str, int]:

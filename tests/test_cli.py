@@ -131,7 +131,13 @@ def test_bare_command_prints_usage(command):
 
 
 def test_help_and_wrong_names_load_no_jax():
-    for args, code in ((["--help"], 0), (["train", "nanno"], 2), (["trian"], 2), (["generate"], 2)):
+    for args, code in (
+        (["--help"], 0),
+        (["train", "nanno"], 2),
+        (["trian"], 2),
+        (["generate"], 2),
+        (["eval"], 2),
+    ):
         program = (
             "import sys; from k3jax.cli import main; code = main(sys.argv[1:]); "
             "assert 'jax' not in sys.modules; sys.exit(code)"
