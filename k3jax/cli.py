@@ -7,6 +7,7 @@ aborted by a second Ctrl-C.
 JAX is loaded after the sub-command, the config's name and the versions are known to be good.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def _preset(name: str, command: str = "train") -> "ExperimentConfig":
     if name in PRESETS:
         check_versions()
         return preset(name)()
-    if Path(name).expanduser().is_dir():
+    if os.path.isdir(Path(name).expanduser()):  # unlike Path.is_dir, also for too long a name
         check_versions()
         from k3jax.initial_state import training_config
 

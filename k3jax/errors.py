@@ -23,7 +23,8 @@ def disk_errors(what: str) -> Generator[None]:
     """Turns what the operating system refuses inside the block into a UserError.
 
     Args:
-        what: the first words of the message, for example "checkpoint in runs/nano not saved".
+        what: the first words of the message, for example "checkpoint in runs/nano not saved"; with
+            "not readable" it is about a file to read.
 
     tensorstore reports system errors as ValueError with the number in the text. An error without a
     number is a defect and passes through.
@@ -38,5 +39,9 @@ def disk_errors(what: str) -> Generator[None]:
         if not number:
             raise
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        fix = "free some space" if full else "choose a folder that can be written"
-        raise UserError(f"{what}: {os.strerror(number)}; {fix} and start again") from error
+        if "not readable" in what:
+            fix = "name a file that can be read"
+        else:
+            fix = "free some space" if full else "choose a folder that can be written"
+            fix += " and start again"
+        raise UserError(f"{what}: {os.strerror(number)}; {fix}") from error

@@ -38,6 +38,7 @@ from k3jax.safetensors_files import (
     CONFIG,
     INDEX,
     dtype_of,
+    parse_json,
     write_file,
     write_index,
 )
@@ -74,7 +75,7 @@ def export_model(path: str, target: str, step: int | None = None) -> int:
     if "://" in target:
         raise UserError(f"{target} is no local folder: export to one, and copy it there")
     run = RunDir(path)
-    if not run.path.is_dir():
+    if not os.path.isdir(run.path):
         raise UserError(f"{path!r} is no folder: give a model folder or the folder of a run")
     folder = checkpoint.checkpoint_folder(run.checkpoints, step)
     meta = checkpoint.read_meta(folder)
@@ -139,7 +140,7 @@ class Export:
         work = self.target / WORK
         begun = work / "source.json"
         if begun.exists():
-            if json.loads(begun.read_bytes())["digest"] != self.digest:
+            if official_folder.read_begun(begun) != self.digest:
                 raise UserError(
                     f"{self.target} holds an unfinished export of another model: choose another folder"
                 )
@@ -321,9 +322,17 @@ def official_config(official: Path, manifest: Manifest | None, model: K3Config) 
     """
     if manifest is None:
         return config_to_official(model)
-    base = json.loads((official / CONFIG).read_bytes())
+    path = official / CONFIG
+    try:
+        with disk_errors(f"{path} not readable"):
+            base = parse_json(path.read_bytes(), str(path))
+        described = function_of(config_from_official(base))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): import the model again") from error
     target = _exported(model, manifest.packed)
-    if function_of(config_from_official(base)) == function_of(model):
+    if described == function_of(model):
         return base
     dtype = {"BF16": "bfloat16", "F32": "float32"}[manifest.plain]
     return config_to_official(target, base, dtype=dtype)

@@ -127,7 +127,7 @@ class _Import:
                 raise UserError(f"{path} holds another model: choose another folder for {source}")
             return True
         if begun.exists():
-            if json.loads(begun.read_bytes())["digest"] != self.plan.digest:
+            if official_folder.read_begun(begun) != self.plan.digest:
                 raise UserError(
                     f"{path} holds an unfinished import of another source or with other --experts: "
                     "give the same, or choose another folder"

@@ -22,6 +22,7 @@ from k3jax.safetensors_files import (
     INDEX,
     PICKLES,
     SafetensorsFolder,
+    check_file_name,
     write_file,
     write_index,
 )
@@ -29,7 +30,9 @@ from k3jax.safetensors_files import (
 FOLDER, MANIFEST, TENSORS = "official", "manifest.json", "tensors"
 CARRIED, KEPT = "carried.safetensors", "kept.safetensors"
 FORMAT = 1
+UNFINISHED = (".part", ".tmp")  # what a kill leaves of a file that was being written
 SMALL = 64 * 2**20  # bytes; larger files beside the weights stay behind
+PLAIN = ("BF16", "F32")  # types of an embedding that is understood
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 UNLISTED = (*TOKENIZERS, "tokenizer_config.json", "generation_config.json")  # asked of web servers
 
@@ -50,6 +53,14 @@ class Manifest:
     carried: list[str] = field(default_factory=list)  # tensors that are not the text model's
     source: str = ""  # digest of the source's headers and config
     format: int = FORMAT
+
+
+def read_begun(file: Path) -> str | None:
+    """The digest in the note of what was begun; None if there is none in it."""
+    try:
+        return json.loads(file.read_bytes())["digest"]
+    except (ValueError, KeyError, TypeError):  # damaged: of nothing that can be continued
+        return None
 
 
 def write_manifest(official: Path, manifest: Manifest) -> None:
@@ -73,9 +84,30 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise UserError(
                 f"{path} has format {values['format']}, this k3jax reads {FORMAT}: import again"
             )
-        return Manifest(**values)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        manifest = Manifest(**values)
+        _check_manifest(manifest)
+        return manifest
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): import the model again") from error
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Raises ValueError or TypeError for values that no import writes; files keep to their folder."""
+    for name in ("prefix", "plain", "source"):
+        if type(getattr(manifest, name)) is not str:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
+    if manifest.plain not in PLAIN:
+        raise ValueError(f"plain is {manifest.plain!r}")
+    lists = [manifest.carried, *manifest.files.values()]
+    if any(type(x) is not list or any(type(name) is not str for name in x) for x in lists):
+        raise ValueError("tensors are not listed by name")
+    for file in manifest.files:
+        check_file_name(file)
+    for values in manifest.metadata.values():
+        if any(type(value) is not str for value in values.values()):
+            raise ValueError(f"metadata is {values!r}")
 
 
 def copy_small_files(source: SafetensorsFolder, official: Path) -> str | None:
@@ -86,6 +118,9 @@ def copy_small_files(source: SafetensorsFolder, official: Path) -> str | None:
     for name in [*names, INDEX]:
         path = f"{source.root}/{name}"
         if name.endswith(PICKLES) or not source.fs.isfile(path):
+            continue
+        if name in (MANIFEST, TENSORS) or name.endswith(UNFINISHED):
+            log.warning("%s has a name that is used here: not kept for export", name)
             continue
         if name != INDEX and source.fs.size(path) > SMALL:
             log.warning("%s is larger than %d MB: not kept for export", name, SMALL // 2**20)
@@ -100,7 +135,7 @@ def small_files(official: Path) -> Iterable[Path]:
     return sorted(
         path
         for path in official.iterdir()
-        if path.is_file() and path.name != MANIFEST and path.suffix not in (".part", ".tmp")
+        if path.is_file() and path.name != MANIFEST and not path.name.endswith(UNFINISHED)
     )
 
 

@@ -175,7 +175,7 @@ def load_config(path: str | Path, *, step: int | None = None) -> ExperimentConfi
     Raises: UserError if there is no such folder or checkpoint, or it cannot be read.
     """
     run = RunDir(path)
-    if not run.path.is_dir():
+    if not os.path.isdir(run.path):  # unlike Path.is_dir, also for too long a name
         raise UserError(f"run folder {str(path)!r} is no folder; train first, or name another")
     meta = checkpoint.read_meta(checkpoint.checkpoint_folder(run.checkpoints, step))
     cfg = from_json(ExperimentConfig, meta["config"])

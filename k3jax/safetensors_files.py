@@ -208,13 +208,11 @@ class SafetensorsFolder:
             total = int(total)
         if type(total) is not int or total < 0:
             raise UserError(f"{where}: metadata.total_size is {total!r}, not a number of bytes")
-        for file in set(map(str, weight_map.values())):
-            if any(c in file for c in "/\\:\0") or file in (".", ".."):
-                raise UserError(
-                    f"{where} names {file!r}, outside the folder: use names of its files"
-                )
-            if not file.endswith(SUFFIX):
-                raise UserError(f"{where} names {file!r}, which is no safetensors file")
+        try:
+            for file in set(map(str, weight_map.values())):
+                check_file_name(file)
+        except ValueError as error:
+            raise UserError(f"{where} names {error}") from error
         return weight_map, total
 
     def _only_file(self, listing: set[str] | None) -> str:
@@ -263,6 +261,14 @@ class SafetensorsFolder:
             raise UserError(
                 f"{where}: total_size is {total_size:,}, the tensors have {self.total_bytes:,} bytes"
             )
+
+
+def check_file_name(file: str) -> None:
+    """Raises ValueError for a name of a safetensors file that leads out of its folder, or is of no such file."""
+    if any(c in file for c in "/\\:\0") or file in (".", ".."):
+        raise ValueError(f"{file!r}, outside the folder: use names of its files")
+    if not file.endswith(SUFFIX):
+        raise ValueError(f"{file!r}, which is no safetensors file")
 
 
 def _shards(names: Any) -> set[str]:

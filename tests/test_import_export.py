@@ -329,6 +329,65 @@ def test_folders_of_something_else_are_left_alone(source, models, tmp_path, monk
     assert "no complete checkpoint" in refused(export_model, str(half), str(tmp_path / "out"))
 
 
+MANIFESTS = {
+    "empty": (lambda m: None, "is damaged"),
+    "a list": (lambda m: [m], "is damaged"),
+    "another format": (lambda m: {**m, "format": 9}, "has format 9"),
+    "a field less": (lambda m: {k: v for k, v in m.items() if k != "plain"}, "'plain'"),
+    "a type": (lambda m: {**m, "plain": "I8"}, "plain is 'I8'"),
+    "a prefix": (lambda m: {**m, "prefix": 5}, "prefix is 5"),
+    "no files": (lambda m: {**m, "files": 5}, "is damaged"),
+    "a file's tensors": (lambda m: {**m, "files": {"x.safetensors": "ab"}}, "not listed by name"),
+    "outside": (lambda m: {**m, "files": {"../x.safetensors": []}}, "'../x.safetensors', outside"),
+    "absolute": (lambda m: {**m, "files": {"/x.safetensors": []}}, "'/x.safetensors', outside"),
+    "no tensors": (lambda m: {**m, "files": {"config.json": []}}, "no safetensors file"),
+    "metadata": (lambda m: {**m, "metadata": {"a": {"b": 1}}}, "metadata is"),
+    "carried": (lambda m: {**m, "carried": [*m["carried"], "nope"]}, "nope"),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_that_no_import_wrote_is_one_line(models, tmp_path, case):
+    """A model folder may come from anywhere: what it says leads to no file outside of the target."""
+    model = Path(shutil.copytree(models["mxfp4"], tmp_path / "in/model"))
+    change, words = MANIFESTS[case]
+    manifest = model / "official/manifest.json"
+    changed = change(json.loads(manifest.read_bytes()))
+    manifest.write_text("" if changed is None else json.dumps(changed))
+    assert words in refused(export_model, str(model), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "5", "{}", '{"text_config": 5}'])
+def test_a_damaged_config_of_the_source_is_one_line(models, tmp_path, content):
+    model = Path(shutil.copytree(models["mxfp4"], tmp_path / "model"))
+    config = model / "official/config.json"
+    config.unlink() if content is None else config.write_text(content)
+    assert str(config) in refused(export_model, str(model), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "5", "{}"])
+def test_a_damaged_note_of_what_was_begun_is_of_something_else(source, models, tmp_path, content):
+    for work in ("importing", ".k3jax-export"):
+        (tmp_path / work).mkdir()
+        (tmp_path / work / "source.json").write_text(content)
+    assert "unfinished import" in refused(import_model, str(source), str(tmp_path), ImportArgs())
+    assert "unfinished export" in refused(export_model, str(models["mxfp4"]), str(tmp_path))
+
+
+def test_files_whose_names_are_used_here_are_left_out_aloud(source, tmp_path, caplog):
+    """They would stand where the manifest and the kept tensors are to be, or count as half written."""
+    names = ["manifest.json", "tensors", "a.part", "b.tmp"]
+    for name in names:
+        (source / name).write_text("{}")
+    import_model(str(source), str(tmp_path / "model"), ImportArgs())
+    for name in names:
+        assert f"{name} has a name that is used here" in caplog.text
+        (source / name).unlink()
+    export_model(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert_same_files(tmp_path / "out", source)
+
+
 def test_a_changed_byte_is_damage_for_load_and_export(models, tmp_path):
     model = Path(shutil.copytree(models["mxfp4"], tmp_path / "model"))
     chunk = next(model.glob("checkpoints/0/state/params.embed_tokens.embedding/0.0"))
@@ -354,6 +413,18 @@ def test_a_target_that_cannot_be_written_is_one_line(source, models, capsys):
             assert "\n" not in line
 
 
+LONG = [  # a name that no file system takes
+    (["inspect"], []),
+    (["import"], ["y"]),
+    (["export"], ["y"]),
+    (["train"], []),
+    (["generate"], ["--prompt", "a"]),
+    (["eval", "--run-dir"], []),
+    (["conformance", "check"], []),
+    (["tokenizer", "--out"], []),
+]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -363,6 +434,7 @@ def test_a_target_that_cannot_be_written_is_one_line(source, models, capsys):
         (["import", "nowhere", "x", "--experts", "int8"], "--experts int8: expected mxfp4 or bf16"),
         (["export", "nowhere", "x"], "'nowhere' is no folder"),
         (["train", "nowhere"], "unknown config 'nowhere'"),
+        *(([*args, "x" * 5000, *more], "xxx") for args, more in LONG),
     ],
 )
 def test_bad_arguments_are_one_line(args, words, capsys, tmp_path, monkeypatch):

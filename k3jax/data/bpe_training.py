@@ -69,7 +69,7 @@ def check_output(path: Path) -> None:
     """Raises UserError unless a rank file may be written there; asked before the work."""
     if path.suffix not in (".model", ".tiktoken"):
         raise UserError(f"--out {str(path)!r} has suffix {path.suffix!r}; use .model or .tiktoken")
-    if path.exists():
+    if os.path.exists(path):  # unlike Path.exists, also for too long a name
         raise UserError(f"--out {str(path)!r} exists, runs may need it; choose another name")
 
 

@@ -202,6 +202,7 @@ REFUSED = [
     ([], ["--out FILE.model"]),
     (["--out", "x.json"], ["'x.json'", "suffix '.json'", ".model or .tiktoken"]),
     (["--out", "here.model"], ["'here.model' exists", "another name"]),
+    (["--out", f"{'x' * 300}.model", "--data", "enough.txt", "--size", "520"], ["xxx.model"]),
     (["--out", "x.model", "--size", "512"], ["size is 512", "above 512"]),
     (["--out", "x.model", "--size", "ten"], ["--size", "ten", "whole number"]),
     (["--out", "x.model", "--data", "tiny.txt"], ["'tiny.txt'", "size is 4096", "more data"]),
