@@ -23,7 +23,9 @@ from k3jax.decode_loop import (
     snapshot,
 )
 from k3jax.decode_state import state_bytes
-from k3jax.model import K3Config, restacked
+from k3jax.devices import device_memory
+from k3jax.errors import UserError
+from k3jax.model import K3Config, init_decode_state, restacked
 from k3jax.paged_cache import PagePool, PrefixCache, SlotPool
 from k3jax.sample import SamplingConfig, sampling_rows
 
@@ -162,7 +164,10 @@ class Stats:
             ("prefill", self.timed_prompt, self.prompt_seconds),
             ("decode", self.timed_generated, self.generated_seconds),
         )
-        return [f"{name} {n / seconds:,.0f} tokens/s" for name, n, seconds in shown if n]
+        rates = [f"{name} {n / seconds:,.0f} tokens/s" for name, n, seconds in shown if n]
+        if self.restored:
+            rates.append(f"{self.restored:,} tokens of prompts from snapshots")
+        return rates
 
 
 class Engine:
@@ -225,6 +230,7 @@ class Engine:
         self.max_len, self._page_tokens = max_len, page_tokens
         self._table_width = -(-max_len // page_tokens)
         pages = slots * self._table_width if pages is None else pages
+        _check_room(cfg, slots, max_len, pages, page_tokens, 1 if mesh is None else mesh.size)
         self._slot_pool, self._pages = SlotPool(slots), PagePool(pages)
         self._prefixes = PrefixCache(snapshots, chunk, self._pages)
         self._running: dict[int, _Running] = {}
@@ -419,6 +425,12 @@ class Engine:
             self.stats.generated_seconds += time.perf_counter() - start
         for slot, running in list(self._running.items()):
             n, stops = counts[slot], self._stop_ids(running.request)
+            if not all(map(math.isfinite, logprobs[slot][:n])):
+                raise UserError(
+                    f"after {len(running.tokens)} tokens of request {running.index + 1} the model gives "
+                    "logits that are not finite: its training diverged or its weights are damaged; "
+                    "use an earlier --step, or import it again"
+                )
             event = running.take(tokens[slot][:n], logprobs[slot][:n], not active[slot], stops)
             self.stats.generated += len(event.tokens)
             if event.result is not None:
@@ -434,6 +446,23 @@ class Engine:
     def _leave(self, slot: int) -> None:
         self._pages.release(self._running.pop(slot).pages)
         self._slot_pool.release(slot)
+
+
+def _check_room(
+    cfg: K3Config, slots: int, max_len: int, pages: int, page_tokens: int, devices: int
+) -> None:
+    """Raises ValueError for a state that the devices cannot hold, before anything is allocated."""
+    for name, value in (("slots", slots), ("max_len", max_len), ("pages", pages)):
+        if value >= 2**31:
+            raise ValueError(f"{name} is {value}; it must be below 2**31")
+    state = jax.eval_shape(
+        lambda: init_decode_state(cfg, slots, max_len, pages=pages, page_tokens=page_tokens)
+    )
+    if (needed := state_bytes(state)) > (have := device_memory() * devices):
+        raise ValueError(
+            f"slots={slots} and max_len={max_len} need {needed:,} bytes for {pages} pages and memories, "
+            f"there are {have:,}: lower slots, max_len or max_tokens"
+        )
 
 
 def compute_weights(cfg: K3Config, params: Any) -> Any:

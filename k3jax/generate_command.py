@@ -35,6 +35,8 @@ class GenerateArgs:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     slots: int = 8  # requests of a file that are generated together
     max_len: int | None = None  # tokens of a request, prompt included; None: what the longest needs
+    # States of past prompts kept, at multiples of 512 tokens, for requests that begin alike; 0: none
+    snapshots: int = 0
     logprobs: bool = False  # also the log-probability of each token
     tokenizer: str | None = None  # "bytes", or a vocabulary's file or folder; None: the model's own
     step: int | None = None  # checkpoint to use; None: the newest
@@ -52,6 +54,8 @@ def check_args(asked: GenerateArgs) -> None:
     for name in ("max_tokens", "slots"):
         if getattr(asked, name) < 1:
             raise UserError(f"{name} is {getattr(asked, name)}; it must be at least 1")
+    if asked.snapshots < 0:
+        raise UserError(f"snapshots is {asked.snapshots}; it must be at least 0 (0: none)")
     if not 0 <= asked.seed < 2**32:
         raise UserError(f"seed is {asked.seed}; it must be at least 0 and below 2**32")
     if "" in asked.stop:
@@ -122,11 +126,14 @@ def _engine(
     sizes = sorted(len(request.prompt) + request.max_tokens for request in requests)
     slots = min(asked.slots, len(sizes))
     pages = sum(-(-size // PAGE_TOKENS) for size in sizes[-slots:])
+    longest = max(len(request.prompt) for request in requests)
+    pages += asked.snapshots * (longest // PAGE_TOKENS)
     try:
         return Engine(
             trained.cfg.model, trained.params, trained.buffers, tokenizer, slots=slots,
             max_len=padded_length(sizes[-1]) if asked.max_len is None else asked.max_len,
             pages=1 << (pages - 1).bit_length(),  # few different sizes, as each is a compilation
+            snapshots=asked.snapshots,
             mesh=mesh,
         )  # fmt: skip
     except ValueError as error:
@@ -214,10 +221,17 @@ def _many(asked, loaded, defaults, mesh) -> int:
     from k3jax.generate_jobs import Output, check_requests, read_jobs, requests_of, run_jobs
 
     jobs = read_jobs(asked.input)
+    if (
+        len({os.path.realpath(os.path.expanduser(name)) for name in (asked.input, asked.output)})
+        < 2
+    ):
+        raise UserError(f"--input and --output are the same file {asked.input}: choose another")
     output = Output(asked.output, jobs)
     hosts.same("the finished requests", digest("\n".join(sorted(map(repr, output.lines))).encode()))
     trained, tokenizer = loaded()
     requests = requests_of(jobs, tokenizer, defaults)
+    model = repr((trained.cfg.name, trained.cfg.model, trained.step, tokenizer.fingerprint))
+    output.claim(jobs, requests, f"{model}, {asked.logprobs}")
     engine = _engine(asked, trained, tokenizer, requests, mesh)
     check_requests(engine, jobs, requests)
     run_jobs(engine, jobs, requests, output, logprobs=asked.logprobs)

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from k3jax.data.chat import encode_chat
 from k3jax.data.chat_parser import parse
 from k3jax.data.tokenizer import load_tokenizer
 from k3jax.errors import UserError
-from k3jax.generate import Engine, Request
+from k3jax.generate import Engine, Request, Result
 from k3jax.generate_jobs import Output, read_jobs
 from k3jax.sample import SamplingConfig
 from tests.data.chat_cases import small_tokenizer
@@ -152,7 +154,8 @@ def test_another_tokenizer(command, tmp_path):
 
 
 def test_missing_files(command, tmp_path):
-    refused(command("--chat", tmp_path / "none.json"), "none.json", "No such file")
+    read = "name a file that can be read"
+    refused(command("--chat", tmp_path / "none.json"), "none.json", "No such file", read)
     refused(
         command("--input", tmp_path / "none", "--output", tmp_path / "o"), "none", "No such file"
     )
@@ -186,6 +189,22 @@ def test_files(command, trained, tmp_path):
             assert record["message"] == parse(record["text"], modes[n]).to_dict()
 
 
+def test_requests_that_begin_alike_read_it_once(command, tmp_path):
+    """The same lines with snapshots and without; stderr tells what they spared."""
+    start, lines = "the same words again " * 60, []
+    path = jobs_file(
+        tmp_path, [{"prompt": start + end, "max_tokens": 4} for end in ("a", "bc", "d")]
+    )
+    for n, flags in enumerate(([], ["--snapshots", 2])):
+        output = tmp_path / f"{n}.jsonl"
+        code, _, err = command("--input", path, "--output", output, "--slots", 1, *flags)
+        assert code == 0
+        assert ("1,024 tokens of prompts from snapshots" in err) == bool(flags), err
+        lines.append(output.read_bytes())
+    assert lines[0] == lines[1]
+    refused(command("--prompt", "a", "--snapshots", -1), "snapshots is -1")
+
+
 class Killed(BaseException):
     """Ends the process, as far as a test can tell."""
 
@@ -201,7 +220,9 @@ def test_a_stopped_process_loses_no_finished_request(trained, tmp_path, monkeypa
     def run(output):
         jobs = read_jobs(str(path))
         requests = generate_jobs.requests_of(jobs, engine.tokenizer, Request(prompt=()))
-        generate_jobs.run_jobs(engine, jobs, requests, Output(str(output), jobs), logprobs=False)
+        out = Output(str(output), jobs)
+        out.claim(jobs, requests, "model")
+        generate_jobs.run_jobs(engine, jobs, requests, out, logprobs=False)
 
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     run(whole)
@@ -242,6 +263,9 @@ BAD = [
     ({"prompt": "a", "max_tokens": 1.5}, ["line 2", "max_tokens=1.5", "whole number"]),
     ({"prompt": "a", "max_tokens": True}, ["line 2", "max_tokens=True"]),
     ({"prompt": "a", "max_tokens": 0}, ["line 2", "max_tokens is 0"]),
+    ({"prompt": "a", "max_tokens": 10**400}, ["line 2", "max_len is 64"]),
+    ({"prompt": "a", "temperature": 10**400}, ["line 2", "temperature is 1000"]),
+    ({"prompt": "a", "temperature": float("nan")}, ["line 2", "temperature=nan"]),
     ({"prompt": "a", "top_p": "x"}, ["line 2", "top_p='x'"]),
     ({"prompt": "a", "top_p": 3}, ["line 2", "top_p is 3"]),
     ({"prompt": "a", "temperature": float("inf")}, ["line 2", "temperature=inf"]),
@@ -272,12 +296,83 @@ def test_an_empty_file(command, tmp_path):
 
 def test_output_of_other_requests(tmp_path):
     jobs, output = read_jobs(str(jobs_file(tmp_path))), tmp_path / "out.jsonl"
-    output.write_text('{"id": "a"}\n{"id": "other"}\n')
+    result = '"text": "", "tokens": [], "finish_reason": "stop", "request": "x"}\n'
+    output.write_text(f'{{"id": "a", {result}{{"id": "other", {result}')
     with pytest.raises(UserError, match=r"out\.jsonl line 2 has the id 'other'"):
+        Output(str(output), jobs)
+    for id in ([], {}, None, True, 1.5):
+        output.write_text(json.dumps({"id": id}) + "\n")
+        with pytest.raises(UserError, match=r"out\.jsonl line 1 has the id "):
+            Output(str(output), jobs)
+    output.write_text('{"id": "a", "prompt": "x"}\n')
+    with pytest.raises(UserError, match=r"out\.jsonl line 1 has no text, so it is no result"):
         Output(str(output), jobs)
     output.write_text("notes\n")
     with pytest.raises(UserError, match=r"out\.jsonl line 1 is not JSON"):
         Output(str(output), jobs)
+
+
+def test_a_file_of_something_else_is_left_as_it_is(command, tmp_path):
+    """What a kill left of a line is cut off, but nothing else."""
+    path, notes = jobs_file(tmp_path), tmp_path / "notes.txt"
+    for content in ("no line end", '{"id": "a"', '\n{"id": "a"', "[1]", '{"prompt": "a"}'):
+        notes.write_text(content)
+        before = notes.read_bytes()
+        code, out, err = command("--input", path, "--output", notes, "--max-tokens", 2)
+        if content == '{"id": "a"':
+            assert (code, [r["id"] for r in records(notes)]) == (0, IDS), err
+            continue
+        refused((code, out, err), str(notes), "choose another --output")
+        assert notes.read_bytes() == before
+    refused(command("--input", path, "--output", os.devnull), os.devnull, "is no file")
+    before, link = path.read_bytes(), tmp_path / "link"
+    link.symlink_to(path)
+    for same in (path, link):
+        refused(command("--input", path, "--output", same), "are the same file")
+    assert path.read_bytes() == before
+
+
+def test_results_of_changed_requests_are_not_taken(command, trained, tmp_path, monkeypatch):
+    """Another prompt under the same id, other flags, another checkpoint: nothing is passed off as theirs."""
+    output = tmp_path / "out.jsonl"
+    lines = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2}]
+    asked = ["--input", jobs_file(tmp_path, lines), "--output", output]
+    assert command(*asked)[0] == 0
+    before = output.read_bytes()
+    assert command(*asked)[0] == 0
+    words = ["out.jsonl", "in.jsonl line 1", "another prompt, setting or model"]
+    for flag in (["--temperature", 0], ["--seed", 1], ["--stop", "x"], ["--logprobs"]):
+        refused(command(*asked, *flag), *words)
+    jobs_file(tmp_path, [{"prompt": "c", "max_tokens": 2}, lines[1]])
+    refused(command(*asked), *words)
+    jobs_file(tmp_path, lines)
+    later = trained._replace(step=trained.step + 1)
+    monkeypatch.setattr(run_dir, "load_trained", lambda path, step, mesh: later)
+    refused(command(*asked), *words)
+    assert output.read_bytes() == before
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    """The second is refused while the first writes, and if the first has written since it looked."""
+    path, output = str(jobs_file(tmp_path, [{"prompt": "a"}])), tmp_path / "out.jsonl"
+    jobs = read_jobs(path)
+    first, second = Output(str(output), jobs), Output(str(output), jobs)
+    first.claim(jobs, [Request(prompt=(1,))], "model")
+    with first:
+        code = (
+            "import sys\nfrom k3jax.generate_jobs import Output, read_jobs\n"
+            "with Output(sys.argv[2], read_jobs(sys.argv[1])):\n    pass\n"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", code, path, str(output)], capture_output=True, text=True
+        )
+        assert ran.returncode == 1
+        assert "is being written by another process" in ran.stderr
+        first.add(jobs[0], Result([5], [-1.0], "x", "length"), logprobs=False)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match="has changed meanwhile"), second:
+        pass
+    assert output.read_bytes() == before
 
 
 def test_output_that_cannot_be_written(command, tmp_path):
