@@ -12,10 +12,12 @@ from k3jax.errors import UserError, disk_errors
 from k3jax.sharding.mesh_config import MeshConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from jax.sharding import Mesh
 
     from k3jax.data.tokenizer import Tokenizer
-    from k3jax.generate import Engine, Request
+    from k3jax.generate import Engine, Event, Request
     from k3jax.run_dir import Trained
 
 
@@ -68,7 +70,7 @@ def generate(asked: GenerateArgs, model_dir: str) -> int:
     Of several processes, which share the model, the first speaks and writes.
     """
     from k3jax import hosts
-    from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
+    from k3jax.data.tokenizer import MODELS_OWN, check_vocabulary, load_tokenizer
     from k3jax.generate import Request
     from k3jax.run_dir import load_trained
     from k3jax.sample import SamplingConfig
@@ -101,7 +103,7 @@ def generate(asked: GenerateArgs, model_dir: str) -> int:
         except ValueError as error:  # a mesh over which the model does not divide
             raise UserError(str(error)) from error
         tokenizer = load_tokenizer(asked.tokenizer or trained.cfg.tokenizer)
-        check_vocabulary(tokenizer, trained.cfg.model.vocab_size)
+        check_vocabulary(tokenizer, trained.cfg.model.vocab_size, fix=MODELS_OWN)
         return trained, tokenizer
 
     run = _continue if asked.prompt is not None else _chat if asked.chat is not None else _many
@@ -124,6 +126,8 @@ def _engine(
     from k3jax.generate import PAGE_TOKENS, Engine, padded_length
 
     sizes = sorted(len(request.prompt) + request.max_tokens for request in requests)
+    if asked.max_len is not None:  # a longer one is refused by its name
+        sizes = [min(size, max(1, asked.max_len)) for size in sizes]
     slots = min(asked.slots, len(sizes))
     pages = sum(-(-size // PAGE_TOKENS) for size in sizes[-slots:])
     longest = max(len(request.prompt) for request in requests)
@@ -148,13 +152,20 @@ def _checked(engine: "Engine", request: "Request") -> "Request":
     return request
 
 
+def _begun(engine: "Engine", request: "Request") -> "Iterator[Event]":
+    """The events of one request; says what goes on before the first."""
+    events = engine.run([_checked(engine, request)])
+    print(f"reading {len(request.prompt):,} tokens; the first time, this compiles", file=sys.stderr)
+    return events
+
+
 def _continue(asked, loaded, defaults, mesh) -> int:
     """Prints a prompt and what follows, as it comes."""
     trained, tokenizer = loaded()
     request = replace(defaults, prompt=(tokenizer.bos_id, *tokenizer.encode(asked.prompt)))
     engine = _engine(asked, trained, tokenizer, [request], mesh)
     text = asked.prompt  # with the first piece: compiling comes before it and logs its choices
-    for event in engine.run([_checked(engine, request)]):
+    for event in _begun(engine, request):
         print(text + event.text, end="", flush=True)
         text = ""
         if event.result is not None:
@@ -181,7 +192,7 @@ def _chat(asked, loaded, defaults, mesh) -> int:
             elif isinstance(delta, ContentDelta):
                 print(delta.text, end="", flush=True)
 
-    for event in engine.run([_checked(engine, request)]):
+    for event in _begun(engine, request):
         show(parser.push(event.text))
         if event.result is not None:
             deltas, message = parser.finish()
@@ -190,6 +201,12 @@ def _chat(asked, loaded, defaults, mesh) -> int:
             for call in message.to_dict().get("tool_calls", ()):
                 print(json.dumps(call, ensure_ascii=False))
             print(file=sys.stderr)
+            if event.result.finish_reason == "length":
+                print(
+                    f"cut off after {len(event.result.tokens)} tokens: --max-tokens gives room for "
+                    "more",
+                    file=sys.stderr,
+                )
             _report(asked, engine, event.result.logprobs)
     return 0
 

@@ -1,6 +1,8 @@
 """Many requests from a file of JSON lines to another, which a stopped process finds again."""
 
+import fcntl
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from typing import Any
 from k3jax import hosts
 from k3jax.data.chat import END_OF_MESSAGE, ChatOptions, encode_chat
 from k3jax.data.chat_parser import parse
-from k3jax.data.tokenizer import Tokenizer
+from k3jax.data.tokenizer import Tokenizer, digest
 from k3jax.display import Served
 from k3jax.errors import UserError, disk_errors
 from k3jax.generate import Engine, Request, Result
@@ -28,7 +30,12 @@ NUMBERS = {
     "repetition_penalty": float,
 }
 CHAT = ("thinking", "effort", "tools", "tool_choice", "response_format")  # of `ChatOptions`
+RESULT = ("id", "text", "tokens", "finish_reason", "request")  # fields of every line of an output
+START = b'{"id": '  # of it
 KNOWN = {"id", "prompt", "messages", "stop", *NUMBERS, *CHAT}
+
+
+log = logging.getLogger("k3jax")
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def check_fields(fields: dict[str, Any], place: str) -> None:
     for name, kind in NUMBERS.items():
         value = fields.get(name, 0)
         fits = isinstance(value, int) if kind is int else isinstance(value, int | float)
-        if isinstance(value, bool) or not fits or not math.isfinite(value):
+        if isinstance(value, bool) or not fits or not -math.inf < value < math.inf:
             words = "a whole number" if kind is int else "a finite number"
             raise UserError(f"{place} has {name}={value!r}; expected {words}")
     stop = fields.get("stop", [])
@@ -173,36 +180,85 @@ def check_requests(engine: Engine, jobs: list[Job], requests: list[Request]) -> 
 class Output:
     """The output file: a line is there, and stays, once its request is done.
 
-    Lines come in the order in which requests finish; `sort` puts them in that of the input. Of several
-    processes the first writes.
+    Lines come in the order in which requests finish; `sort` puts them in that of the input. Each says of
+    which request it is, see `claim`. Of several processes the first writes.
     """
 
     def __init__(self, path: str, jobs: list[Job]):
-        """Reads what an earlier process left. Raises UserError if that is of other jobs."""
+        """Reads what an earlier process left. Raises UserError if that is no result of these jobs."""
         self.path = Path(path).expanduser()
         self._writes = hosts.index() == 0
         self._order = {job.id: n for n, job in enumerate(jobs)}
         self.lines: dict[str | int, bytes] = {}
-        content = b""
+        self._requests: dict[str | int, str] = {}
+        self._content = b""
         with disk_errors(f"output {path} not readable"):
+            if self.path.exists() and not self.path.is_file():
+                raise UserError(f"output {path} is no file: choose another --output")
             if self.path.exists():
-                content = self.path.read_bytes()
-        self._whole = content.rfind(b"\n") + 1  # behind it: a line cut short by a kill
-        for number, line in enumerate(content[: self._whole].splitlines(), 1):
+                self._content = self.path.read_bytes()
+        self._whole = self._content.rfind(b"\n") + 1  # behind it: a line cut short by a kill
+        for number, line in enumerate(self._content[: self._whole].split(b"\n")[:-1], 1):
             place = f"{path} line {number}"
-            known = _object(line, place).get("id")
-            if known not in self._order:
+            fields = _object(line, place)
+            known = fields.get("id")
+            if not isinstance(known, str | int) or known not in self._order:
                 raise UserError(
                     f"{place} has the id {known!r}, which the input has not: choose another --output"
                 )
-            self.lines[known] = line
+            if missing := [name for name in RESULT if name not in fields]:
+                raise UserError(
+                    f"{place} has no {missing[0]}, so it is no result: choose another --output"
+                )
+            self.lines[known], self._requests[known] = line, fields["request"]
+        rest = self._content[self._whole :]
+        if rest[: len(START)] != START[: len(rest)]:
+            raise UserError(
+                f"output {path} ends in {rest[:40]!r}, which is no part of a result: choose another "
+                "--output"
+            )
+
+    def claim(self, jobs: list[Job], requests: list[Request], model: str) -> None:
+        """Names the requests, so that no result of an earlier one is taken for that of a changed one.
+
+        Args:
+            jobs, requests: of the same lines.
+            model: what tells it from others.
+
+        Raises: UserError if the file holds the result of another request or model.
+        """
+        for job, request in zip(jobs, requests, strict=True):
+            name = digest(repr((model, request)).encode())[:16]
+            if self._requests.setdefault(job.id, name) != name:
+                raise UserError(
+                    f"output {self.path} has for {job.place} (id {job.id!r}) the result of another "
+                    "prompt, setting or model: choose another --output"
+                )
 
     def __enter__(self) -> "Output":
         if self._writes:
             with disk_errors(f"output {self.path} cannot be written"):
-                self._file = self.path.open("ab")
+                self._file = self.path.open("a+b")
+                self._lock()
                 self._file.truncate(self._whole)
         return self
+
+    def _lock(self) -> None:
+        """A lock of the operating system: it goes with the process, however that ends."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UserError(
+                f"output {self.path} is being written by another process: wait for it, or choose "
+                "another --output"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            log.warning("output %s cannot be locked (%s)", self.path, error)
+        self._file.seek(0)  # another handle of the file would, when closed, give back the lock
+        if self._file.read() != self._content:
+            self._file.close()
+            raise UserError(f"output {self.path} has changed meanwhile: start again")
 
     def __exit__(self, *_: Any) -> None:
         if self._writes:
@@ -215,6 +271,7 @@ class Output:
             mode = "think" if job.thinks else "response"
             values["message"] = parse(result.text, mode).to_dict()
         values |= {"tokens": result.tokens, "finish_reason": result.finish_reason}
+        values["request"] = self._requests[job.id]
         if logprobs:
             values["logprobs"] = result.logprobs
         line = json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace")
@@ -241,7 +298,7 @@ def run_jobs(
     Args:
         engine: with room for each of them.
         jobs, requests: of the same lines.
-        output: where results go.
+        output: where results go; has claimed the requests.
         logprobs: whether with log-probabilities.
     """
     todo = [n for n, job in enumerate(jobs) if job.id not in output.lines]
@@ -250,4 +307,4 @@ def run_jobs(
             if event.result is not None:
                 output.add(jobs[todo[event.index]], event.result, logprobs=logprobs)
             progress.update(int(event.result is not None), engine.stats.generated)
-    output.sort()
+        output.sort()

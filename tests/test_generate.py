@@ -10,6 +10,7 @@ from flax import nnx
 
 from k3jax import decode_loop
 from k3jax.data.tokenizer import ByteTokenizer
+from k3jax.errors import UserError
 from k3jax.generate import Engine, Request, TextStream, compute_weights, padded_length
 from k3jax.model import init_decode_state
 from k3jax.paged_cache import PagePool, PrefixCache
@@ -501,6 +502,12 @@ def test_a_request_that_can_never_fit_is_refused(weights):
     [
         (dict(slots=0), "slots is 0"),
         (dict(max_len=0), "max_len is 0"),
+        (dict(max_len=2**31), "max_len is 2147483648; it must be below"),
+        (dict(max_len=10**30), "max_len is 1000000000000000000000000000000; it must be below"),
+        (dict(pages=2**70), "pages is 1180591620717411303424; it must be below"),
+        (dict(max_len=2**30, slots=2**20), "pages is .*; it must be below"),
+        (dict(max_len=2**30, slots=20), "slots=20 and max_len=1073741824 need .* bytes for"),
+        (dict(slots=2**30, pages=1), "slots=1073741824 and max_len=160 need .* bytes for 1 pages"),
         (dict(chunk=40), "chunk is 40; it must be a multiple of page_tokens=16"),
         (dict(chunk=8, page_tokens=8), "kda.chunk_size=16"),
     ],
@@ -508,6 +515,18 @@ def test_a_request_that_can_never_fit_is_refused(weights):
 def test_bad_sizes_are_refused(weights, changes, words):
     with pytest.raises(ValueError, match=words):
         make(weights, **changes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_told(weights, value):
+    """No token is made of them, and no NaN comes out as a log-probability; the engine is free again."""
+    params, buffers = weights
+    broken = {**params, "norm": {"weight": params["norm"]["weight"].at[0].set(value)}}
+    engine = make((broken, buffers))
+    with pytest.raises(UserError, match=r"after 0 tokens of request 1 .* not finite.*--step"):
+        engine.generate([request(5)])
+    assert not engine._running
+    assert engine._pages.free == engine._pages.size
 
 
 def test_a_tokenizer_of_another_model_is_refused(weights):
