@@ -12,6 +12,7 @@ class EvalArgs:
     step: int | None = None  # checkpoint to use; None: the newest
     data: str | None = None  # file, folder or glob, all of it; None: the run's validation data
     batches: int | None = None  # at most this many; None: everything
+    tokenizer: str | None = None  # "bytes", or a vocabulary's file or folder; None: the model's own
     # How several devices share the work and the model; all 1: one device
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=1))
     platform: str | None = None  # cpu, cuda or tpu: insist on it; None: what JAX finds
@@ -32,7 +33,7 @@ def evaluate_model(asked: EvalArgs) -> int:
     from k3jax import hosts
     from k3jax.data.packing import make_eval_batches
     from k3jax.data.text import load_corpus
-    from k3jax.data.tokenizer import check_vocabulary, load_tokenizer
+    from k3jax.data.tokenizer import MODELS_OWN, check_vocabulary, load_tokenizer
     from k3jax.run_dir import load_config, load_trained
     from k3jax.sharding.mesh import check_batch, mesh_of_several
     from k3jax.train import evaluate, placed
@@ -50,8 +51,8 @@ def evaluate_model(asked: EvalArgs) -> int:
         raise
     except ValueError as error:  # a mesh that does not fit devices, batch or model
         raise UserError(str(error)) from error
-    tokenizer = load_tokenizer(cfg.tokenizer)
-    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    tokenizer = load_tokenizer(asked.tokenizer or cfg.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size, fix=MODELS_OWN)
     corpus = load_corpus(asked.data or cfg.data, strict=cfg.strict)
     split = corpus.split("all" if asked.data else "validation")
     batches = make_eval_batches(

@@ -26,6 +26,7 @@ from rich.console import Console
 from k3jax import checkpoint, hosts, official_folder
 from k3jax.configs.experiment import ExperimentConfig
 from k3jax.convert_hf import Placed, all_entries, leaf_name, leaf_shapes
+from k3jax.data.tokenizer import tokenizer_file
 from k3jax.display import Transfer
 from k3jax.errors import UserError, disk_errors
 from k3jax.leaf_files import LeafFiles
@@ -270,8 +271,8 @@ class Export:
         changed = [leaf for leaf in totals if totals[leaf] != saved.get(leaf)]
         if changed:
             raise checkpoint.damaged(self.folder, f"not what was saved: {changed[0]}")
-        for path in self._beside():
-            write_whole(self.target / path.name, path.read_bytes())
+        for name, path in self._beside().items():
+            write_whole(self.target / name, path.read_bytes())
         if official_folder.read_manifest(self.path) is None or self._changed_config():
             write_whole(self.target / CONFIG, (json.dumps(self.config, indent=2) + "\n").encode())
         copied = self.official / INDEX
@@ -287,14 +288,18 @@ class Export:
     def _changed_config(self) -> bool:
         return json.loads((self.official / CONFIG).read_bytes()) != self.config
 
-    def _beside(self) -> list[Path]:
-        """Files to copy: those of the source, else the run's tokenizer."""
+    def _beside(self) -> dict[str, Path]:
+        """Files to copy: those of the source, else the run's tokenizer, by the names they get."""
         if self.official.is_dir():
-            return [
-                path for path in official_folder.small_files(self.official) if path.name != INDEX
-            ]
-        tokenizer = Path(self.cfg.tokenizer)
-        return [tokenizer] if tokenizer.is_file() else []
+            found = official_folder.small_files(self.official)
+            return {path.name: path for path in found if path.name != INDEX}
+        path = tokenizer_file(self.cfg.tokenizer)
+        if not path.is_file():
+            return {}
+        if path.suffix != ".json":
+            return {"tiktoken.model": path}  # the name by which an import finds it
+        roles = path.with_name("tokenizer_config.json")
+        return {"tokenizer.json": path} | ({roles.name: roles} if roles.is_file() else {})
 
 
 def read_finished(work: Path) -> dict[str, dict[str, int]]:

@@ -27,7 +27,7 @@ from k3jax.configs.experiment import ExperimentConfig
 from k3jax.display import Transfer
 from k3jax.errors import UserError, disk_errors
 from k3jax.import_plan import Experts, Piece, Plan, make_piece, make_plan, size_of, tensor_names
-from k3jax.official_folder import Manifest
+from k3jax.official_folder import TOKENIZERS, Manifest
 from k3jax.run_dir import RunDir, write_whole
 from k3jax.safetensors_files import INDEX, SafetensorsFolder
 from k3jax.sharding.mesh import MeshConfig, make_mesh
@@ -103,6 +103,11 @@ class _Import:
                     shutil.rmtree(self.work)
                 state = "was imported before: nothing to do" if complete else "imported"
                 print(f"{self.plan.source.path}: {state}; model folder {self.run_dir.path}")
+                if not any((self.run_dir.path / name).is_file() for name in TOKENIZERS):
+                    print(
+                        f"no {' or '.join(TOKENIZERS)} came with it: give --tokenizer FILE to "
+                        "generate, eval and train"
+                    )
         return 0
 
     def _agreed(self, work: Callable[[], Any]) -> Any:
@@ -141,8 +146,9 @@ class _Import:
         official = path / official_folder.FOLDER
         official.mkdir(exist_ok=True)
         tokenizer = official_folder.copy_small_files(self.plan.source, official)
-        if tokenizer is not None:
-            write_whole(path / tokenizer, (official / tokenizer).read_bytes())
+        for name in () if tokenizer is None else (tokenizer, "tokenizer_config.json"):
+            if (official / name).is_file():
+                write_whole(path / name, (official / name).read_bytes())
         self.run_dir.create(self._config(tokenizer))
         return False
 

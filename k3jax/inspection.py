@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,6 +18,7 @@ from k3jax.release import write_headers
 from k3jax.safetensors_files import SafetensorsFolder
 from k3jax.summary import human_bytes, layer_kinds
 
+WIDE = 120  # columns for a table of the release in lines
 LINES = 2.0  # seconds between plain lines where there is no terminal
 
 
@@ -91,10 +93,15 @@ def _parameters(placed: Placed, found: Audit) -> int:
     return math.prod(placed.entry.shape) * (2 if placed.name.endswith(".weight_packed") else 1)
 
 
-def table(folder: SafetensorsFolder, found: Audit) -> Group:
-    """All that `k3jax inspect` prints."""
+def table(folder: SafetensorsFolder, found: Audit, width: int) -> Group:
+    """All that `k3jax inspect` prints, on so many columns: from 80 on, no word is cut."""
     rows = parts(folder, found)
     shown = Table("component", "tensors", "dtypes", "parameters", "bytes", "becomes")
+    if width < WIDE:  # the release's numbers leave no room for lines
+        shown.box, shown.show_edge, shown.pad_edge = box.SIMPLE_HEAD, False, False
+        shown.collapse_padding = True
+    for column in (shown.columns[0], shown.columns[5]):
+        column.min_width = 11  # "projections", "parameters,"
     for column in (shown.columns[1], shown.columns[3], shown.columns[4]):
         column.justify, column.no_wrap = "right", True
     for (name, becomes), row in rows.items():
@@ -150,7 +157,7 @@ def inspect(source: str, console: Console) -> None:
     """Audits a checkpoint and prints its table; UserError if it does not fit its config."""
     with counted(console, "headers read") as on_file:
         folder = SafetensorsFolder(source, on_file=on_file)
-    console.print(table(folder, audit(folder)))
+    console.print(table(folder, audit(folder), console.width))
 
 
 def inspect_release(destination: str, console: Console) -> None:
@@ -159,4 +166,4 @@ def inspect_release(destination: str, console: Console) -> None:
         write_headers(destination, on_file=on_file)
     with counted(console, "headers read") as on_file:
         folder = SafetensorsFolder(destination, payload=False, on_file=on_file)
-    console.print(table(folder, audit(folder)))
+    console.print(table(folder, audit(folder), console.width))

@@ -7,6 +7,7 @@ import pytest
 
 from k3jax import cli
 from k3jax.train import train
+from tests.data.chat_cases import small_tokenizer
 from tests.tiny_run import text_folder, tiny
 
 
@@ -52,3 +53,14 @@ def test_a_mesh_that_does_not_fit_is_one_line(run, capsys, mesh, words):
     error = capsys.readouterr().err
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_another_tokenizer(run, capsys, tmp_path):
+    """For a model that came without its own; one with too many ids is refused with what to do."""
+    asked = ("--run-dir", run, "--batches", 2)
+    assert figures(capsys, *asked, "--tokenizer", "bytes") == figures(capsys, *asked)
+    larger = small_tokenizer(tmp_path)
+    assert cli.main(["eval", "--run-dir", str(run), "--tokenizer", larger.name]) == 2
+    error = capsys.readouterr().err
+    assert f"{larger.size} ids" in error
+    assert error.endswith("give the model's own with --tokenizer FILE\n")

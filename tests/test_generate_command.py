@@ -101,6 +101,16 @@ def test_prompt(command, trained):
     assert "decode" in err
     assert "tokens/s" in err
     assert "nats per token" in err
+    assert err.startswith("reading 4 tokens; the first time, this compiles\n")
+
+
+def test_a_chat_that_never_ends_is_cut_off_and_says_so(command, tmp_path):
+    """A model that does not close its answer: the room given ends it (stderr tells)."""
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(MESSAGES))
+    code, _, err = command("--chat", path, "--max-tokens", 3, "--temperature", 0)
+    assert code == 0
+    assert "cut off after 3 tokens: --max-tokens gives room for more" in err
 
 
 def test_stop_flag(command):

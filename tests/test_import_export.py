@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors import safe_open
+from tokenizers.models import WordLevel
 
 from k3jax import checkpoint, cli, import_official, leaf_files
 from k3jax.convert_hf import from_official
+from k3jax.data.tokenizer import load_tokenizer
 from k3jax.errors import UserError
 from k3jax.export_official import Export, export_model
 from k3jax.import_official import ImportArgs, import_model
@@ -26,6 +29,7 @@ from k3jax.safetensors_files import SafetensorsFolder
 from k3jax.sharding.mesh import MeshConfig, make_mesh
 from k3jax.train import train
 from k3jax.train_state import abstract_state, init_params
+from tests.data.chat_cases import small_tokenizer
 from tests.official_helpers import (
     assert_same_files,
     contents,
@@ -141,6 +145,42 @@ def test_other_files_and_the_tokenizer_travel(source, tmp_path):
     export_model(str(moved), str(tmp_path / "out"))
     (source / "weights.bin").unlink()
     assert_same_files(tmp_path / "out", source)
+
+
+def test_the_tokenizers_roles_travel_with_it(source, tmp_path):
+    """Which token ends a document stands in tokenizer_config.json, beside tokenizer.json."""
+    inner = tokenizers.Tokenizer(WordLevel({"a": 0, "halt": 1}, unk_token="a"))
+    inner.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "halt"}')
+    import_model(str(source), str(tmp_path / "model"), ImportArgs())
+    assert load_tokenizer(load_trained(tmp_path / "model").cfg.tokenizer).eos_id == 1
+
+
+def test_an_import_without_a_tokenizer_says_so(source, tmp_path, capsys):
+    import_model(str(source), str(tmp_path / "model"), ImportArgs())
+    assert "no tokenizer.json or tiktoken.model came with it" in capsys.readouterr().out
+    (source / "tiktoken.model").write_bytes(b"ranks")
+    import_model(str(source), str(tmp_path / "other"), ImportArgs())
+    assert "came with it" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["file", "folder"])
+def test_the_vocabulary_of_a_run_comes_back_from_its_export(tmp_path, given):
+    """Whatever its file is called: an import finds it by the release's name alone."""
+    vocabulary = Path(small_tokenizer(tmp_path).name)
+    if given == "folder":
+        (tmp_path / "vocabulary").mkdir()
+        shutil.copy(vocabulary, tmp_path / "vocabulary/tiktoken.model")
+    spec = {"file": vocabulary, "folder": tmp_path / "vocabulary"}[given]
+    size = load_tokenizer(str(spec)).size
+    cfg = trainable_config(num_layers=3, pattern=("kda",), closing=("mla",))
+    cfg = replace(cfg, vocab_size=size)
+    run = saved_run(tmp_path / "run", cfg, tokenizer=str(spec))
+    export_model(str(run), str(tmp_path / "out"))
+    assert (tmp_path / "out/tiktoken.model").read_bytes() == vocabulary.read_bytes()
+    import_model(str(tmp_path / "out"), str(tmp_path / "model"), ImportArgs())
+    found = load_tokenizer(load_trained(tmp_path / "model").cfg.tokenizer)
+    assert found.fingerprint == load_tokenizer(str(spec)).fingerprint
 
 
 def test_a_memory_url_is_a_source_and_no_target(source, models, tmp_path):
@@ -491,7 +531,7 @@ def test_kf_085_any_run_exports_one_file_per_layer(tmp_path, tied):
     assert audited.cfg.tie_embeddings == tied
 
 
-def saved_run(path: Path, model) -> Path:
+def saved_run(path: Path, model, **settings) -> Path:
     """A run folder whose only checkpoint has the model's random parameters."""
     from k3jax.checkpoint import CheckpointWriter
     from k3jax.configs import preset
@@ -499,7 +539,7 @@ def saved_run(path: Path, model) -> Path:
     from tests.test_checkpoint import position
 
     params, buffers = init_params(model, jax.random.key(0))
-    cfg = replace(preset("nano")(), model=model)
+    cfg = replace(preset("nano")(), model=model, **settings)
     with CheckpointWriter(path / "checkpoints", keep_last=1) as writer:
         writer.save(3, {"params": params, "buffers": buffers}, position(), to_json(cfg))
     return path

@@ -381,6 +381,15 @@ def test_inspect_shows_components_and_totals(command, monkeypatch):
     assert "1 KDA + dense, 2 KDA + MoE, 2 MLA + MoE" in out
 
 
+def test_inspect_cuts_no_word_on_a_narrow_terminal(command, monkeypatch):
+    """65 columns here are 80 for the release, whose numbers take 15 more."""
+    monkeypatch.setenv("COLUMNS", "65")
+    code, out, _ = command("inspect", str(golden_dir() / "multimodal" / "checkpoint"))
+    assert code == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 65
+
+
 def test_every_component_has_a_row_of_its_own(tmp_path, golden):
     folder = SafetensorsFolder(str(golden_dir() / "multimodal" / "checkpoint"))
     names = {name for name, _ in parts(folder, audit(folder))}

@@ -141,6 +141,15 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+def tokenizer_file(spec: str) -> Path:
+    """The file of a tokenizer that is no "bytes"; a folder without one stands for itself."""
+    path = Path(spec).expanduser()
+    if os.path.isdir(path):  # unlike Path.is_dir, also answers for a name that is too long
+        found = [path / name for name in ("tokenizer.json", "tiktoken.model")]
+        path = next((file for file in found if file.exists()), path)
+    return path
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer called "bytes", or the one in a file, or in a folder that holds such a file.
 
@@ -152,11 +161,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
-    path = Path(spec).expanduser()
+    path = tokenizer_file(spec)
     expected = "give 'bytes', a tokenizer.json or a tiktoken file (*.model, *.tiktoken)"
-    if os.path.isdir(path):  # unlike Path.is_dir, also answers for a name that is too long
-        found = [path / name for name in ("tokenizer.json", "tiktoken.model")]
-        path = next((file for file in found if file.exists()), path)
     if not os.path.isfile(path):
         raise UserError(f"tokenizer {spec!r} is not a file or holds none; {expected}")
     try:
@@ -175,10 +181,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise UserError(f"tokenizer {spec!r} has suffix {path.suffix!r}; {expected}")
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if the model's embedding has fewer rows than the tokenizer has ids."""
+MODELS_OWN = "give the model's own with --tokenizer FILE"  # where the model is there already
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, fix: str = "") -> None:
+    """Raises UserError if the model's embedding has fewer rows than the tokenizer has ids.
+
+    Args:
+        fix: what the user should do about it; enlarge the model if omitted.
+    """
     if tokenizer.size > vocab_size:
+        larger = f"set --model.vocab-size {tokenizer.size} or more, or choose another --tokenizer"
         raise UserError(
             f"tokenizer {tokenizer.name!r} has {tokenizer.size} ids, vocab_size is {vocab_size};"
-            f" set --model.vocab-size {tokenizer.size} or more, or choose another --tokenizer"
+            f" {fix or larger}"
         )

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from k3jax.configs import preset
 from k3jax.data.tiktoken_bpe import K3_SPLIT, cut_long
-from k3jax.data.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+from k3jax.data.tokenizer import MODELS_OWN, ByteTokenizer, check_vocabulary, load_tokenizer
 from k3jax.errors import UserError
 
 TEXTS = [
@@ -372,3 +372,5 @@ def test_tokenizer_larger_than_the_vocabulary():
     check_vocabulary(ByteTokenizer(), 259)
     with pytest.raises(UserError, match=r"259 ids, vocab_size is 258.*--model.vocab-size 259"):
         check_vocabulary(ByteTokenizer(), 258)
+    with pytest.raises(UserError, match=r"is 258; give the model's own with --tokenizer FILE$"):
+        check_vocabulary(ByteTokenizer(), 258, fix=MODELS_OWN)
