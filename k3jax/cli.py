@@ -1,12 +1,14 @@
 """The command `k3jax`: train, generate, eval, plan, tokenizer, import, export, inspect, conformance,
 configs, check.
 
-Exit codes: 0 done; 1 not conforming; 2 bad input (one line, nothing written); 3 training stopped because loss or
+Exit codes: 0 done; 1 not conforming, or the reader of a pipe has gone; 2 bad input (one line, nothing written); 3 training stopped because loss or
 gradient stayed not finite; 4 nothing left to train; 5 another process of the run is gone; 130
 aborted by a second Ctrl-C.
 JAX is loaded after the sub-command, the config's name and the versions are known to be good.
 """
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from k3jax.flags import nearest, overridden, show_help
 if TYPE_CHECKING:
     from k3jax.configs.experiment import ExperimentConfig
 
-DIFFERS, BAD_INPUT, ABORTED = 1, 2, 130
+DIFFERS, UNREAD, BAD_INPUT, ABORTED = 1, 1, 2, 130  # 1 is also what rich ends with if unread
 
 USAGE = """usage: k3jax COMMAND ...
 
@@ -51,10 +53,24 @@ def main(args: Sequence[str] | None = None) -> int:
     from k3jax.display import show_logs
 
     show_logs()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # of what a terminal cannot show
     try:
-        return _dispatch(list(sys.argv[1:] if args is None else args))
+        status = _dispatch(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"k3jax: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python writes what is left once more when it ends
+        if error.errno == errno.EPIPE:
+            return UNREAD
+        full = f"output not written: {error.strerror}; free some space and start again"
+        print(f"k3jax: {full}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("k3jax: aborted", file=sys.stderr)

@@ -130,6 +130,28 @@ def test_bare_command_prints_usage(command):
     assert (code, out, lines[0]) == (2, [], "usage: k3jax COMMAND ...")
 
 
+@pytest.mark.parametrize("args", [["configs"], ["check"]])
+def test_output_that_nobody_takes(args):
+    """A reader of a pipe that has gone ends the command in silence, a full disk with one line."""
+    command = [sys.executable, "-m", "k3jax.cli", *args]
+    reads, writes = os.pipe()
+    os.close(reads)
+    ran = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert ran.stderr.startswith("k3jax: output not written: No space left on device; free some")
+
+
+def test_characters_that_a_terminal_cannot_show_are_escaped():
+    code = "from k3jax import cli; cli._dispatch = lambda _: print('\\xe9'); cli.main([])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\\xe9\n", b"")
+
+
 def test_help_and_wrong_names_load_no_jax():
     for args, code in (
         (["--help"], 0),

@@ -18,6 +18,7 @@ from k3jax.display import Transfer
 from k3jax.errors import UserError, disk_errors
 
 FEWEST = 256 + NUM_K3_SPECIALS  # ids without any merge
+MOST = 2**20  # the trainer takes memory for all before it begins; the release has 163,840
 
 
 def train_bpe(corpus: Corpus, size: int) -> bytes:
@@ -35,8 +36,10 @@ def train_bpe(corpus: Corpus, size: int) -> bytes:
     import tokenizers
     from tokenizers import models, pre_tokenizers, trainers
 
-    if size <= FEWEST:
-        raise UserError(f"size is {size}; it must be above {FEWEST}: bytes and special tokens")
+    if not FEWEST < size <= MOST:
+        raise UserError(
+            f"size is {size}; it must be above {FEWEST}, bytes and special tokens, and at most {MOST:,}"
+        )
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -204,6 +204,8 @@ REFUSED = [
     (["--out", "here.model"], ["'here.model' exists", "another name"]),
     (["--out", f"{'x' * 300}.model", "--data", "enough.txt", "--size", "520"], ["xxx.model"]),
     (["--out", "x.model", "--size", "512"], ["size is 512", "above 512"]),
+    (["--out", "x.model", "--data", "enough.txt", "--size", str(2**20 + 1)], ["1,048,576"]),
+    (["--out", "x.model", "--data", "enough.txt", "--size", str(10**30)], ["size is 1000", "most"]),
     (["--out", "x.model", "--size", "ten"], ["--size", "ten", "whole number"]),
     (["--out", "x.model", "--data", "tiny.txt"], ["'tiny.txt'", "size is 4096", "more data"]),
     (["--out", "x.model", "--data", "nowhere"], ["'nowhere'", "does not exist"]),
