@@ -318,6 +318,11 @@ def check(directory: str, results: str | None = None) -> list[Line]:
     for name in models():
         want, about = _read_expected(kit / EXPECTED, name)
         got = _ours(kit / name, want) if results is None else _theirs(Path(results), name, want)
+        if results is None and (differ := set(got) ^ (set(want) - set(INPUTS))):
+            raise UserError(
+                f"{kit / EXPECTED / name}.safetensors is damaged: {min(differ)} is in one of kit and "
+                "model only; make the kit again"
+            )
         lines += [Line(name, *line) for line in _compare(got, want, about["tolerances"])]
     if not lines:
         raise UserError(f"{results} has none of {', '.join(models())} as NAME.safetensors")
@@ -367,17 +372,30 @@ def _theirs(results: Path, name: str, want: Mapping[str, np.ndarray]) -> dict[st
 def _read_expected(folder: Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     path = folder / f"{name}.json"
     with disk_errors(f"{path} not readable: is this a conformance kit? make one first"):
-        text = path.read_text()
+        text = path.read_bytes()
     try:
         about = json.loads(text)
         written = about["format"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if written != FORMAT:
+            raise UserError(
+                f"{path} has format {written}, this k3jax reads {FORMAT}: make the kit again"
+            )
+        for kind, parts in TOLERANCES.items():
+            for part in parts:
+                float(about["tolerances"][kind][part])
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): make the kit again") from error
-    if written != FORMAT:
-        raise UserError(
-            f"{path} has format {written}, this k3jax reads {FORMAT}: make the kit again"
-        )
-    return _read(folder / f"{name}.safetensors"), about
+    want = _read(folder / f"{name}.safetensors")
+    for given in INPUTS:
+        ids = want.get(given)
+        if ids is None or ids.ndim != 2 or not ids.size or ids.dtype != np.int32:
+            raise UserError(
+                f"{folder / name}.safetensors is damaged: no {given} [rows, tokens] of int32; make the "
+                "kit again"
+            )
+    return want, about
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

@@ -120,9 +120,24 @@ def test_weights_matter(kit):
     assert excess["logits"] > 10
 
 
+def rewritten(kit, **changes):
+    """Other tensors in what the kit expects of k3; None takes one away."""
+    path = kit / "expected/k3.safetensors"
+    tensors = load_file(path) | changes
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (lambda kit: (kit / "expected/k3.json").write_bytes(b"\xff"), "k3.json is damaged"),
+        (lambda kit: (kit / "expected/k3.json").write_text('{"format": 1}'), "'tolerances'"),
+        (lambda kit: (kit / "expected/k3.json").write_text('{"format": 1, "tolerances": 5}'), "is damaged"),
+        (lambda kit: rewritten(kit, input_ids=None), "no input_ids"),
+        (lambda kit: rewritten(kit, input_ids=np.zeros(3, np.int32)), "no input_ids"),
+        (lambda kit: rewritten(kit, prompt_ids=np.zeros((2, 3), np.float32)), "no prompt_ids"),
+        (lambda kit: rewritten(kit, logits=None), "logits is in one"),
+        (lambda kit: rewritten(kit, more=np.zeros(3, np.float32)), "more is in one"),
         (lambda kit: (kit / "expected/k3.json").write_text("{"), "k3.json is damaged"),
         (lambda kit: (kit / "expected/k3.json").write_text('{"format": 99}'), "has format 99"),
         (lambda kit: (kit / "expected/k3.json").unlink(), "is this a conformance kit"),
