@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import types
 import typing
 from pathlib import Path
@@ -241,11 +242,7 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
         return value
     (cls,) = classes
     if CLASS in value:
-        module, _, qualname = value[CLASS].partition(":")
-        found = getattr(importlib.import_module(module), qualname, None)
-        if not (isinstance(found, type) and issubclass(found, cls)):
-            raise UserError(f"{name} was a {value[CLASS]}, which is no {cls.__name__} here")
-        cls = found
+        cls = _named_class(value[CLASS], cls, name)
     hints = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     given = set(value) - {CLASS}
@@ -257,6 +254,23 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
         return cls(**parts)
     except ValueError as error:
         raise UserError(f"the saved configuration is not valid here: {error}") from error
+
+
+def _named_class(text: str, base: type, name: str) -> type:
+    """The class "module:qualname", below `base`; importing is running, so only what k3jax has is imported."""
+    module, _, qualname = str(text).partition(":")
+    if module not in sys.modules and module.startswith("k3jax."):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+    if module not in sys.modules:
+        raise UserError(
+            f"{name} was a {text}, whose module is not loaded: a program of yours that imports it can use "
+            "this folder"
+        )
+    found = getattr(sys.modules[module], qualname, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{name} was a {text}, which is no {base.__name__} here")
+    return found
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

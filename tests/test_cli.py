@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -98,6 +99,19 @@ def test_a_variant_survives_json():
     back = from_json(type(cfg), to_json(cfg))
     assert back == cfg
     assert type(back.model.kda) is SoftplusGateConfig
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["this:C", "antigravity:C", "k3jax.nowhere:C", "k3jax.layers.mla:MLAConfig", "os:path", "x"],
+)
+def test_a_saved_config_runs_no_code(named):
+    """A folder from elsewhere may name any class; modules that are not k3jax's are not imported."""
+    saved, before = to_json(preset("nano")()), set(sys.modules)
+    saved["model"]["kda"]["class"] = named
+    with pytest.raises(UserError, match=re.escape(f"kda was a {named}")):
+        from_json(type(preset("nano")()), saved)
+    assert not {"this", "antigravity"} & (set(sys.modules) - before)
 
 
 def test_json_of_another_version_names_the_field():
