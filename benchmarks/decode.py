@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from k3jax.configs import preset
-from k3jax.generate import Engine, Request, compute_weights
+from k3jax.generate import Engine, compute_weights
 from k3jax.model import K3Config
+from k3jax.request import Request
 from k3jax.sample import SamplingConfig
 from k3jax.train_state import abstract_model, init_params, merge
 

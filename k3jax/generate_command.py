@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from k3jax.data.tokenizer import Tokenizer
-    from k3jax.generate import Engine, Event, Request
+    from k3jax.generate import Engine
+    from k3jax.request import Event, Request
     from k3jax.run_dir import Trained
 
 
@@ -71,7 +72,7 @@ def generate(asked: GenerateArgs, model_dir: str) -> int:
     """
     from k3jax import hosts
     from k3jax.data.tokenizer import MODELS_OWN, check_vocabulary, load_tokenizer
-    from k3jax.generate import Request
+    from k3jax.request import Request
     from k3jax.run_dir import load_trained
     from k3jax.sample import SamplingConfig
     from k3jax.sharding.mesh import mesh_of_several

@@ -16,7 +16,8 @@ from k3jax.data.chat_parser import parse
 from k3jax.data.tokenizer import Tokenizer, digest
 from k3jax.display import Served
 from k3jax.errors import UserError, disk_errors
-from k3jax.generate import Engine, Request, Result
+from k3jax.generate import Engine
+from k3jax.request import Request, Result
 from k3jax.run_dir import write_whole
 from k3jax.sample import SamplingConfig
 

@@ -11,9 +11,10 @@ from flax import nnx
 from k3jax import decode_loop
 from k3jax.data.tokenizer import ByteTokenizer
 from k3jax.errors import UserError
-from k3jax.generate import Engine, Request, TextStream, compute_weights, padded_length
+from k3jax.generate import Engine, compute_weights, padded_length
 from k3jax.model import init_decode_state
 from k3jax.paged_cache import PagePool, PrefixCache
+from k3jax.request import Request, TextStream
 from k3jax.sample import SamplingConfig
 from tests.golden_io import cases, check, load
 from tests.model_helpers import build, golden_model, split, tiny_config

@@ -15,8 +15,9 @@ from k3jax.data.chat import encode_chat
 from k3jax.data.chat_parser import parse
 from k3jax.data.tokenizer import load_tokenizer
 from k3jax.errors import UserError
-from k3jax.generate import Engine, Request, Result
+from k3jax.generate import Engine
 from k3jax.generate_jobs import Output, read_jobs
+from k3jax.request import Request, Result
 from k3jax.sample import SamplingConfig
 from tests.data.chat_cases import small_tokenizer
 from tests.model_helpers import build, split, tiny_config

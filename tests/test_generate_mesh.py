@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from k3jax import cli
-from k3jax.generate import Engine, Request
+from k3jax.generate import Engine
+from k3jax.request import Request
 from k3jax.sample import SamplingConfig
 from k3jax.sharding.mesh import MeshConfig, make_mesh
 from k3jax.train_state import weight_specs
