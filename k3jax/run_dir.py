@@ -256,7 +256,7 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
         raise UserError(f"the saved configuration is not valid here: {error}") from error
 
 
-def _named_class(text: str, base: type, name: str) -> type:
+def _named_class(text: Any, base: type, name: str) -> type:
     """The class "module:qualname", below `base`; importing is running, so only what k3jax has is imported."""
     module, _, qualname = str(text).partition(":")
     if module not in sys.modules and module.startswith("k3jax."):
