@@ -371,7 +371,11 @@ def _theirs(results: Path, name: str, want: Mapping[str, np.ndarray]) -> dict[st
 
 def _read_expected(folder: Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     path = folder / f"{name}.json"
-    with disk_errors(f"{path} not readable: is this a conformance kit? make one first"):
+    if not path.exists():
+        raise UserError(
+            f"{path} is absent: is this a conformance kit? `k3jax conformance make` writes one"
+        )
+    with disk_errors(f"{path} not readable"):
         text = path.read_bytes()
     try:
         about = json.loads(text)

@@ -34,7 +34,7 @@ from k3jax.model import K3Config
 from k3jax.official_config import config_from_official, config_to_official, function_of
 from k3jax.official_folder import Manifest
 from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from k3jax.run_dir import RunDir, from_json, write_whole
+from k3jax.run_dir import RunDir, load_config, write_whole
 from k3jax.safetensors_files import (
     CONFIG,
     INDEX,
@@ -49,6 +49,7 @@ Made = tuple[dict[str, np.ndarray], int]  # tensors by name, word sum of the lea
 WORK = ".k3jax-export"
 WORKERS = min(16, max(2, os.cpu_count() or 1))  # tensors made at once
 OUTER_PREFIX = "language_model."
+TOKENIZERS, ROLES = ("tiktoken.model", "tokenizer.json"), "tokenizer_config.json"
 TYPES = {"float32": "F32", "uint8": "U8"}  # of an entry; "plain" is the manifest's
 
 
@@ -80,7 +81,7 @@ def export_model(path: str, target: str, step: int | None = None) -> int:
         raise UserError(f"{path!r} is no folder: give a model folder or the folder of a run")
     folder = checkpoint.checkpoint_folder(run.checkpoints, step)
     meta = checkpoint.read_meta(folder)
-    cfg = from_json(ExperimentConfig, meta["config"])
+    cfg = load_config(path, step=step)
     job = Export(run.path, folder, cfg, meta, Path(target).expanduser())
     hosts.same("the model", job.digest)
     lock = RunDir(job.target / WORK)
@@ -290,16 +291,26 @@ class Export:
 
     def _beside(self) -> dict[str, Path]:
         """Files to copy: those of the source, else the run's tokenizer, by the names they get."""
+        found: dict[str, Path] = {}
         if self.official.is_dir():
-            found = official_folder.small_files(self.official)
-            return {path.name: path for path in found if path.name != INDEX}
+            files = official_folder.small_files(self.official)
+            found = {path.name: path for path in files if path.name != INDEX}
         path = tokenizer_file(self.cfg.tokenizer)
         if not path.is_file():
-            return {}
-        if path.suffix != ".json":
-            return {"tiktoken.model": path}  # the name by which an import finds it
-        roles = path.with_name("tokenizer_config.json")
-        return {"tokenizer.json": path} | ({roles.name: roles} if roles.is_file() else {})
+            return found
+        own = {"tiktoken.model": path}  # the name by which an import finds it
+        if path.suffix == ".json":
+            roles = path.with_name(ROLES)
+            own = {"tokenizer.json": path} | ({ROLES: roles} if roles.is_file() else {})
+        if any(name in found and _same_bytes(found[name], path) for name in TOKENIZERS):
+            return found
+        return {
+            name: path for name, path in found.items() if name not in (*TOKENIZERS, ROLES)
+        } | own
+
+
+def _same_bytes(a: Path, b: Path) -> bool:
+    return a.stat().st_size == b.stat().st_size and a.read_bytes() == b.read_bytes()
 
 
 def read_finished(work: Path) -> dict[str, dict[str, int]]:

@@ -154,7 +154,7 @@ class Engine:
         if size > self.max_len:
             raise ValueError(
                 f"max_len is {self.max_len}; a prompt of {len(request.prompt)} tokens and "
-                f"max_tokens={request.max_tokens} need {size}"
+                f"max_tokens={request.max_tokens} need {size}: raise it, or ask for fewer"
             )
         if (needed := self._pages_for(size)) > self._pages.size:
             raise ValueError(

@@ -205,10 +205,13 @@ def load_trained(path: str | Path, *, step: int | None = None, mesh: Mesh | None
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that readers see the old content or the new, never a part."""
+    """Writes a file so that readers see the old content or the new, never a part, whatever stops."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # before the name: else a power cut may leave the name alone
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

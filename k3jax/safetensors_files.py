@@ -169,7 +169,9 @@ class SafetensorsFolder:
                 raise  # a defect; remote file systems have exceptions of their own
             absent = isinstance(error, FileNotFoundError)
             why = "is absent" if absent else f"is unreadable ({error})"
-            raise UserError(f"{self._url(name)} {why}: fetch it") from error
+            raise UserError(
+                f"{self._url(name)} {why}: fetch it, or name the folder of a checkpoint"
+            ) from error
 
     def _size(self, name: str) -> int:
         with self._source(name):

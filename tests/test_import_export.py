@@ -183,6 +183,36 @@ def test_the_vocabulary_of_a_run_comes_back_from_its_export(tmp_path, given):
     assert found.fingerprint == load_tokenizer(str(spec)).fingerprint
 
 
+def test_a_run_with_another_vocabulary_exports_that(tmp_path, monkeypatch):
+    """Its own in place of the source's; the source's where the run has kept it, whatever lies about here."""
+    vocabulary = Path(small_tokenizer(tmp_path).name)
+    cfg = trainable_config(num_layers=3, pattern=("kda",), closing=("mla",))
+    cfg = replace(cfg, vocab_size=1000)
+    source = random_checkpoint(cfg, tmp_path / "source")
+    (source / "tokenizer.json").write_text('{"of": "the source"}')
+    (source / "tokenizer_config.json").write_text("{}")
+    import_model(str(source), str(tmp_path / "model"), ImportArgs())
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/tokenizer.json").write_text('{"of": "somebody else"}')
+    monkeypatch.chdir(tmp_path / "here")
+    export_model(str(tmp_path / "model"), str(tmp_path / "same"))
+    assert_same_files(tmp_path / "same", source)
+    other = replace(cfg, param_dtype="float32")
+    for spec, names in (
+        (vocabulary, {"tiktoken.model": vocabulary}),
+        (tmp_path / "model/tokenizer.json", {"tokenizer.json": source / "tokenizer.json"}),
+    ):
+        run = saved_run(tmp_path / f"run-{spec.name}", other, tokenizer=str(spec))
+        pass_on(tmp_path / "model", run)
+        out = tmp_path / f"out-{spec.name}"
+        export_model(str(run), str(out))
+        found = {path.name for path in out.iterdir() if "token" in path.name}
+        assert found - {"tokenizer_config.json"} == set(names)
+        assert ("tokenizer_config.json" in found) == ("tokenizer.json" in names)
+        for name, path in names.items():
+            assert (out / name).read_bytes() == path.read_bytes()
+
+
 def test_a_memory_url_is_a_source_and_no_target(source, models, tmp_path):
     import fsspec
 
