@@ -11,6 +11,7 @@ to the official code by the golden tests.
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
@@ -371,7 +372,7 @@ def _theirs(results: Path, name: str, want: Mapping[str, np.ndarray]) -> dict[st
 
 def _read_expected(folder: Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     path = folder / f"{name}.json"
-    if not path.exists():
+    if not os.path.exists(path):  # also of a name that is too long
         raise UserError(
             f"{path} is absent: is this a conformance kit? `k3jax conformance make` writes one"
         )
