@@ -14,8 +14,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
-from k3jax.model import K3Config, locate
+from k3jax.model import K3Config
 from k3jax.pallas_kernels.mxfp4 import GROUP
+from k3jax.stacks import locate
 from k3jax.train_state import abstract_model
 
 Tree = dict  # nested dict of arrays

@@ -20,8 +20,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from k3jax.decode_state import DecodeState, kda_caches, put_row, take_row
-from k3jax.model import K3Config, decode_state_specs, init_decode_state
+from k3jax.decode_state import (
+    DecodeState,
+    decode_state_specs,
+    init_decode_state,
+    kda_caches,
+    put_row,
+    take_row,
+)
+from k3jax.model import K3Config
 from k3jax.sample import SamplingConfig, SamplingRows, sample_tokens, sampling_rows
 from k3jax.sharding.annotate import pmax, region
 from k3jax.sharding.mesh import AXES

@@ -1,14 +1,18 @@
 """Decode state of the hybrid model: conv inputs and memory for KDA, pages of latents for MLA, one length per row."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from k3jax.layers.kda import KDACache
-from k3jax.layers.mla import MLACache
+from k3jax.layers.kda import KDACache, KDAConfig
+from k3jax.layers.mla import MLACache, MLAConfig
+from k3jax.sharding.mesh import ROWS
+from k3jax.stacks import Schedule, plan_stacks
 
 Cache = KDACache | MLACache
 
@@ -114,6 +118,64 @@ def _of_rows(change, caches, *others):
         return jax.tree.map(change, cache, *rest)
 
     return jax.tree.map(one, caches, *others, is_leaf=lambda x: isinstance(x, Cache))
+
+
+class DecodeConfig(Schedule, Protocol):
+    """What `k3jax.model.K3Config` says of what its layers carry from token to token."""
+
+    @property
+    def kda(self) -> KDAConfig: ...
+    @property
+    def mla(self) -> MLAConfig: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def init_decode_state(
+    cfg: DecodeConfig, batch: int, max_len: int, *, pages: int | None = None, page_tokens: int = 64
+) -> DecodeState:
+    """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache.
+
+    Without `pages` every row has one page, of its whole length. With them that many pages of
+    `page_tokens` tokens are there for all rows; the page table, zeros, is for the caller to fill.
+    """
+    rows, size, page_table = batch, max_len, None
+    if pages is not None:
+        rows, size = pages, page_tokens
+        page_table = jnp.zeros((batch, -(-max_len // page_tokens)), jnp.int32)
+    caches: dict[str, dict[str, Cache]] = {}
+    for plan in plan_stacks(cfg):
+        caches[plan.name] = {}
+        for j in range(plan.size):
+            attention = cfg.layers[plan.first + j][0]
+            held = (rows, size) if attention == "mla" else (batch, max_len)
+            one = getattr(cfg, attention).init_cache(*held, jnp.dtype(cfg.dtype))
+            caches[plan.name][f"layer_{j}"] = jax.tree.map(
+                lambda x, n=plan.repeats: jnp.zeros((n, *x.shape), x.dtype), one
+            )
+    return DecodeState(jnp.zeros((batch,), jnp.int32), caches, page_table)
+
+
+def decode_state_specs(
+    cfg: DecodeConfig, sizes: Mapping[str, int], *, rows: Any = ROWS, paged: bool = False
+) -> Any:
+    """PartitionSpecs of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
+
+    `rows` None: every device has all rows. `paged`: with a page table, which goes with all rows. An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
+    split: decoding knows no `context`.
+    """
+    heads = "tensor" if sizes["tensor"] > 1 else None
+
+    spec: Any = PartitionSpec  # in the place of arrays
+    of: dict[str, Any] = {
+        "mla": MLACache(spec(None, rows)),
+        "kda": KDACache(spec(None, rows, None, None, heads), spec(None, rows, heads)),
+    }
+    caches = {
+        plan.name: {f"layer_{j}": of[cfg.layers[plan.first + j][0]] for j in range(plan.size)}
+        for plan in plan_stacks(cfg)
+    }
+    return DecodeState(spec(rows), caches, spec(rows) if paged else None)
 
 
 def state_bytes(state: DecodeState) -> int:

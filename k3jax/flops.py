@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.model import K3Config, plan_stacks
+from k3jax.model import K3Config
 from k3jax.sharding.annotate import Buffer
+from k3jax.stacks import plan_stacks
 from k3jax.train_state import abstract_model, merge
 
 # Dense bf16 matmul peak of one JAX device, FLOP/s, by a part of its device_kind (vendors' data sheets). The first match counts.

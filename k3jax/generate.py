@@ -22,13 +22,14 @@ from k3jax.decode_loop import (
     restore,
     snapshot,
 )
-from k3jax.decode_state import state_bytes
+from k3jax.decode_state import init_decode_state, state_bytes
 from k3jax.devices import device_memory
 from k3jax.errors import UserError
-from k3jax.model import K3Config, init_decode_state, restacked
+from k3jax.model import K3Config
 from k3jax.paged_cache import PagePool, PrefixCache, SlotPool
 from k3jax.request import Event, Request, Result, Running, Stats, TextStream
 from k3jax.sample import sampling_rows
+from k3jax.stacks import restacked
 
 CHUNK = 512  # tokens of a prompt read at once, and from snapshot to snapshot
 PAGE_TOKENS = 64

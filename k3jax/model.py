@@ -1,38 +1,28 @@
-"""Kimi K3: embedding, layers joined by Attention Residuals, norm, head.
+"""Kimi K3: embedding, layers joined by Attention Residuals, norm, head."""
 
-Layers of one kind that follow each other, and whole groups of layers that repeat, form a *stack*: their parameters
-have a leading axis and they are scanned, so that the program does not grow with depth. `plan_stacks` decides which layer
-lies where; nothing else knows.
-"""
-
-import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from k3jax.decode_state import Cache, DecodeState, put_repetition, take_repetition
 from k3jax.layers.attention_residuals import AttnResConfig, AttnResSite, push
 from k3jax.layers.feed_forward import ActivationConfig, FeedForward, Linear
-from k3jax.layers.kda import KDACache, KDAConfig
+from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig, RouterStats
-from k3jax.layers.mla import MLACache, MLAConfig
+from k3jax.layers.mla import MLAConfig
 from k3jax.layers.norms import RMSNorm
 from k3jax.layers.quantile_balancing import update_bias
 from k3jax.layers.recompute import KEPT, Outputs, Remat, Run, recalled, scan, scan_units
 from k3jax.sharding.annotate import gathered, lookup, param
 from k3jax.sharding.context_parallel import gather_tokens, window
-from k3jax.sharding.mesh import ROWS
-
-Attention = Literal["kda", "mla"]
-Mixer = Literal["dense", "moe"]
+from k3jax.stacks import Attention, Mixer, StackPlan, locate, plan_stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,80 +98,6 @@ class K3Config:
 
     def build(self, *, rngs: nnx.Rngs) -> "K3":
         return K3(self, rngs=rngs)
-
-
-class StackPlan(NamedTuple):
-    """`repeats` repetitions of a unit of `size` layers, from absolute layer index `first` on."""
-
-    first: int
-    size: int
-    repeats: int
-
-    @property
-    def name(self) -> str:
-        """Key of the stack in parameter, cache and statistics trees, for example "layers_4_to_91"."""
-        return f"layers_{self.first}_to_{self.first + self.size * self.repeats - 1}"
-
-
-class Place(NamedTuple):
-    """Where a layer lies: params[stack][layer], position `repetition` on the leading axis."""
-
-    stack: str
-    layer: str
-    repetition: int
-
-
-@functools.cache
-def plan_stacks(cfg: K3Config) -> tuple[StackPlan, ...]:
-    """The stacks of a model, in order.
-
-    Whole groups without dense layers are one stack if there are at least two; outside them, runs of equal layers are
-    stacks of one layer repeated. Without `scan_layers` every layer is a stack of its own.
-    """
-    if not cfg.scan_layers:
-        return tuple(StackPlan(i, 1, 1) for i in range(cfg.num_layers))
-    size, layers = len(cfg.pattern), cfg.layers
-    whole = (cfg.num_layers - len(cfg.closing)) // size
-    skipped = min(-(-cfg.num_dense_layers // size), whole)
-    groups = range(skipped * size, whole * size) if whole - skipped >= 2 and size > 1 else range(0)
-    stacks: list[StackPlan] = []
-    i = 0
-    while i < cfg.num_layers:
-        if i in groups:
-            stacks.append(StackPlan(i, size, len(groups) // size))
-        else:
-            stop = groups.start if i < groups.start else cfg.num_layers
-            run = next((j for j in range(i, stop) if layers[j] != layers[i]), stop) - i
-            stacks.append(StackPlan(i, 1, run))
-        i += stacks[-1].size * stacks[-1].repeats
-    return tuple(stacks)
-
-
-def locate(cfg: K3Config, index: int) -> Place:
-    """Place of the layer with this absolute index."""
-    plan = next(p for p in reversed(plan_stacks(cfg)) if p.first <= index)
-    repetition, position = divmod(index - plan.first, plan.size)
-    return Place(plan.name, f"layer_{position}", repetition)
-
-
-def restacked(tree: dict[str, Any], cfg: K3Config, other: K3Config) -> dict[str, Any]:
-    """Parameters or buffers of the model `cfg`, as `other`, whose layers are stacked otherwise, has them."""
-    stacks = {plan.name for plan in plan_stacks(cfg)}
-    result = {name: leaf for name, leaf in tree.items() if name not in stacks}
-
-    def layer(index: int) -> Any:
-        stack, name, repetition = locate(cfg, index)
-        return (
-            jax.tree.map(lambda x: x[repetition], tree[stack].get(name)) if stack in tree else None
-        )
-
-    for plan in plan_stacks(other):
-        for j in range(plan.size):
-            repeated = [layer(plan.first + j + r * plan.size) for r in range(plan.repeats)]
-            if repeated[0] is not None:  # buffers: some layers have none
-                stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *repeated)
-                result.setdefault(plan.name, {})[f"layer_{j}"] = stacked
-    return result
 
 
 class LayerStats(NamedTuple):
@@ -510,53 +426,6 @@ def take_layer(model: K3, index: int) -> Layer:
     stack, name, repetition = locate(model.cfg, index)
     graphdef, arrays = nnx.split(getattr(getattr(model, stack), name))
     return nnx.merge(graphdef, jax.tree.map(lambda x: x[repetition], arrays))
-
-
-def init_decode_state(
-    cfg: K3Config, batch: int, max_len: int, *, pages: int | None = None, page_tokens: int = 64
-) -> DecodeState:
-    """Empty state: `batch` rows with room for `max_len` tokens in each MLA cache.
-
-    Without `pages` every row has one page, of its whole length. With them that many pages of
-    `page_tokens` tokens are there for all rows; the page table, zeros, is for the caller to fill.
-    """
-    rows, size, page_table = batch, max_len, None
-    if pages is not None:
-        rows, size = pages, page_tokens
-        page_table = jnp.zeros((batch, -(-max_len // page_tokens)), jnp.int32)
-    caches: dict[str, dict[str, Cache]] = {}
-    for plan in plan_stacks(cfg):
-        caches[plan.name] = {}
-        for j in range(plan.size):
-            attention = cfg.layers[plan.first + j][0]
-            held = (rows, size) if attention == "mla" else (batch, max_len)
-            one = getattr(cfg, attention).init_cache(*held, jnp.dtype(cfg.dtype))
-            caches[plan.name][f"layer_{j}"] = jax.tree.map(
-                lambda x, n=plan.repeats: jnp.zeros((n, *x.shape), x.dtype), one
-            )
-    return DecodeState(jnp.zeros((batch,), jnp.int32), caches, page_table)
-
-
-def decode_state_specs(
-    cfg: K3Config, sizes: Mapping[str, int], *, rows: Any = ROWS, paged: bool = False
-) -> Any:
-    """PartitionSpecs of `init_decode_state` on a mesh: rows as a batch's, the heads of KDA over `tensor`.
-
-    `rows` None: every device has all rows. `paged`: with a page table, which goes with all rows. An MLA cache holds what all heads share, so every `tensor` device has it whole. Tokens are never
-    split: decoding knows no `context`.
-    """
-    heads = "tensor" if sizes["tensor"] > 1 else None
-
-    spec: Any = PartitionSpec  # in the place of arrays
-    of: dict[str, Any] = {
-        "mla": MLACache(spec(None, rows)),
-        "kda": KDACache(spec(None, rows, None, None, heads), spec(None, rows, heads)),
-    }
-    caches = {
-        plan.name: {f"layer_{j}": of[cfg.layers[plan.first + j][0]] for j in range(plan.size)}
-        for plan in plan_stacks(cfg)
-    }
-    return DecodeState(spec(rows), caches, spec(rows) if paged else None)
 
 
 def apply_balancing(cfg: K3Config, buffers: dict, stats: Stats) -> dict:

@@ -11,7 +11,8 @@ from k3jax.layers.feed_forward import ActivationConfig
 from k3jax.layers.kda import KDAConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
 from k3jax.layers.mla import MLAConfig
-from k3jax.model import Attention, K3Config
+from k3jax.model import K3Config
+from k3jax.stacks import Attention
 
 log = logging.getLogger("k3jax")
 

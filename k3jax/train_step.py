@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.layers.quantile_balancing import pool_over_devices, pool_stats
 from k3jax.losses import cross_entropy, next_token_targets
-from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing, plan_stacks
+from k3jax.model import K3, K3Config, LayerStats, Stats, apply_balancing
 from k3jax.optim.build import OptimConfig
 from k3jax.optim.qk_clip import qk_clip
 from k3jax.optim.schedule import learning_rate
 from k3jax.sharding.annotate import axis_size, pmax, psum, region, split_tokens, sum_over_replicas
 from k3jax.sharding.context_parallel import from_next
 from k3jax.sharding.mesh import AXES, ROWS, batch_sharding, rows_sharding
+from k3jax.stacks import plan_stacks
 from k3jax.train_state import TrainState, abstract_model, make_optimizer, merge, weight_specs
 
 Batch = dict[str, Int[Array, "A B T"]]  # "tokens" and "segment_ids"; A accumulation steps

@@ -10,9 +10,9 @@ from flax import nnx
 
 from k3jax import decode_loop
 from k3jax.data.tokenizer import ByteTokenizer
+from k3jax.decode_state import init_decode_state
 from k3jax.errors import UserError
 from k3jax.generate import Engine, compute_weights, padded_length
-from k3jax.model import init_decode_state
 from k3jax.paged_cache import PagePool, PrefixCache
 from k3jax.request import Request, TextStream
 from k3jax.sample import SamplingConfig

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from k3jax import cli
+from k3jax.decode_state import init_decode_state
 from k3jax.generate import Engine
-from k3jax.model import init_decode_state
 from k3jax.request import Request
 from k3jax.run_dir import load_trained
 from k3jax.sample import SamplingConfig

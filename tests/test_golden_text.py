@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from k3jax.convert_hf import from_official, to_official
-from k3jax.decode_state import compact_rows
-from k3jax.model import init_decode_state, locate
+from k3jax.decode_state import compact_rows, init_decode_state
+from k3jax.stacks import locate
 from tests.golden_io import cases, check, load
 from tests.model_helpers import golden_model, layer_modules, run_unrolled, with_params
 

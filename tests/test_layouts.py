@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from k3jax.decode_state import decode_state_specs, init_decode_state
 from k3jax.layers.attention_residuals import AttnResConfig
-from k3jax.model import K3Config, LayerStats, decode_state_specs, init_decode_state
+from k3jax.model import K3Config, LayerStats
 from k3jax.optim.build import OptimConfig
 from k3jax.sharding.annotate import region
 from k3jax.sharding.mesh import AXES, ROWS, MeshConfig, batch_sharding, make_mesh, rows_sharding

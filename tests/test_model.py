@@ -12,10 +12,11 @@ from flax import nnx
 
 from k3jax.configs import PRESETS, preset
 from k3jax.configs.k3 import kimi_k3_model, kimi_linear_48b_model
-from k3jax.decode_state import compact_rows
+from k3jax.decode_state import compact_rows, init_decode_state
 from k3jax.layers.attention_residuals import AttnResConfig
 from k3jax.layers.recompute import Remat
-from k3jax.model import K3, init_decode_state, locate, plan_stacks, restacked
+from k3jax.model import K3
+from k3jax.stacks import locate, plan_stacks, restacked
 from tests.model_helpers import (
     build,
     layer_modules,

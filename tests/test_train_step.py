@@ -11,8 +11,9 @@ import optax
 
 from k3jax.layers.quantile_balancing import RouterStats
 from k3jax.losses import next_token_targets
-from k3jax.model import LayerStats, apply_balancing, plan_stacks
+from k3jax.model import LayerStats, apply_balancing
 from k3jax.optim.build import OptimConfig
+from k3jax.stacks import plan_stacks
 from k3jax.train_state import abstract_model, init_params, init_state, merge
 from k3jax.train_step import _layer_metrics, _over_devices, _pool, make_eval_step, make_train_step
 from tests.model_helpers import tiny_config
