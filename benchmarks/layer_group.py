@@ -78,7 +78,7 @@ def layer(kind: str = "kda", backward: bool = False, tokens: int = TOKENS, nativ
     def forward(params, bank, x, rest):
         index = 12 * (SOURCES - 2) + (3 if kind == "mla" else 1)
         module = nnx.merge(graphdef, params, rest)
-        bank, x, _, stats = module(bank, x, index, None, collect=True)
+        bank, x, _, stats, _ = module(bank, x, index, None, collect=True)
         return (bank, x), stats
 
     def both(params, bank, x, rest, d):
