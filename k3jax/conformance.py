@@ -32,22 +32,18 @@ from k3jax.convert_hf import from_official, to_official
 from k3jax.errors import UserError, disk_errors
 from k3jax.layers.attention_residuals import AttnResConfig
 from k3jax.layers.latent_moe import LatentMoEConfig
-from k3jax.model import K3, K3Config, take_layer
+from k3jax.model import K3, K3Config
 from k3jax.official_audit import audit
 from k3jax.official_config import config_to_official
 from k3jax.pallas_kernels.mxfp4 import quantize_mxfp4
 from k3jax.safetensors_files import INDEX, SafetensorsFolder, write_file, write_index
 from k3jax.safetensors_header import name_of
-from k3jax.testing import random_model
+from k3jax.testing import layer_by_layer, random_model
 from k3jax.train_state import abstract_model, merge
 
 FORMAT = 1
 EXPECTED = "expected"
-TOKENS, PROMPT, NEW = (
-    70,
-    37,
-    12,
-)  # of each row, of each prompt, and generated: no multiples of a chunk
+TOKENS, PROMPT, NEW = 70, 37, 12  # of a row, of a prompt, generated: no multiples of a chunk
 ROWS = 2
 WHOLE_GRADIENT = 2048  # entries; of larger tensors only the norm of the gradient is kept
 INPUTS = ("input_ids", "prompt_ids")
@@ -194,17 +190,10 @@ class Programs:
 
 
 def _forward(model: K3, ids, noise) -> dict[str, Any]:
-    """Layer after layer, without scan and without state: the equations as they are read."""
-    cfg, found = model.cfg, {}
-    prefix = (model.embed_tokens(ids, cfg.dtype) * (1 + noise)).astype(cfg.dtype)
-    bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
-    for i in range(cfg.num_layers):
-        bank, prefix, *_ = take_layer(model, i)(bank, prefix, i, None)
-        found[f"hidden.{i}"] = prefix
-    if cfg.attn_res.kind != "none":
-        prefix = model.output_attn_res(bank, bank.shape[0], prefix)
-    found["final"] = model.norm(prefix)
-    return {**found, "logits": model.logits(found["final"])}
+    embeddings = model.embed_tokens(ids, model.cfg.dtype) * (1 + noise)
+    final, _, prefixes, _ = layer_by_layer(model, embeddings.astype(model.cfg.dtype))
+    found = {f"hidden.{i}": prefix for i, prefix in enumerate(prefixes)}
+    return {**found, "final": final, "logits": model.logits(final)}
 
 
 # -- making

@@ -124,9 +124,8 @@ def init_slots(place: Place, slots: int, max_len: int, *, pages: int, page_token
     if place.mesh is None:
         return make()
     where = jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), place.specs("slots"))
-    sampling = jax.tree.map(lambda _: where.sampling, jax.eval_shape(make).sampling)
     with place.activate():
-        return jax.jit(make, out_shardings=where._replace(sampling=sampling))()
+        return jax.jit(make, out_shardings=where)()
 
 
 def _empty(cfg: K3Config, slots: int, max_len: int, *, pages: int, page_tokens: int) -> Slots:

@@ -31,6 +31,7 @@ from k3jax.display import Transfer
 from k3jax.errors import UserError, disk_errors
 from k3jax.leaf_files import LeafFiles
 from k3jax.model import K3Config
+from k3jax.official_audit import OUTER_PREFIX
 from k3jax.official_config import config_from_official, config_to_official, function_of
 from k3jax.official_folder import Manifest
 from k3jax.pallas_kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
@@ -48,8 +49,7 @@ Made = tuple[dict[str, np.ndarray], int]  # tensors by name, word sum of the lea
 
 WORK = ".k3jax-export"
 WORKERS = min(16, max(2, os.cpu_count() or 1))  # tensors made at once
-OUTER_PREFIX = "language_model."
-TOKENIZERS, ROLES = ("tiktoken.model", "tokenizer.json"), "tokenizer_config.json"
+ROLES = "tokenizer_config.json"  # of the tokens in tokenizer.json
 TYPES = {"float32": "F32", "uint8": "U8"}  # of an entry; "plain" is the manifest's
 
 
@@ -302,11 +302,12 @@ class Export:
         if path.suffix == ".json":
             roles = path.with_name(ROLES)
             own = {"tokenizer.json": path} | ({ROLES: roles} if roles.is_file() else {})
-        if any(name in found and _same_bytes(found[name], path) for name in TOKENIZERS):
+        theirs = [found[name] for name in official_folder.TOKENIZERS if name in found]
+        if any(_same_bytes(other, path) for other in theirs):
             return found
-        return {
-            name: path for name, path in found.items() if name not in (*TOKENIZERS, ROLES)
-        } | own
+        for name in (*official_folder.TOKENIZERS, ROLES):
+            found.pop(name, None)
+        return found | own
 
 
 def _same_bytes(a: Path, b: Path) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.errors import UserError, disk_errors
+from k3jax.official_audit import PLAIN
 from k3jax.run_dir import write_whole
 from k3jax.safetensors_files import (
     CONFIG,
@@ -32,7 +33,6 @@ CARRIED, KEPT = "carried.safetensors", "kept.safetensors"
 FORMAT = 1
 UNFINISHED = (".part", ".tmp")  # what a kill leaves of a file that was being written
 SMALL = 64 * 2**20  # bytes; larger files beside the weights stay behind
-PLAIN = ("BF16", "F32")  # types of an embedding that is understood
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 UNLISTED = (*TOKENIZERS, "tokenizer_config.json", "generation_config.json")  # asked of web servers
 

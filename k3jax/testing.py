@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from k3jax.layers.kda import KDACache, KDAConfig
-from k3jax.model import K3Config
+from k3jax.model import K3, K3Config, take_layer
 from k3jax.train_state import abstract_model
 
 # Largest error over largest expected value, for full-precision matrix products. Raising one is a
@@ -70,6 +71,30 @@ def random_model(cfg: K3Config, seed: int = 0) -> tuple[nnx.GraphDef, dict, dict
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)
     return graphdef, params, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), buffers)
+
+
+def layer_by_layer(
+    model: K3, embeddings: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
+) -> tuple[
+    Float[Array, "B T D"],
+    Float[Array, "M B T D"],
+    list[Float[Array, "B T D"]],
+    Float[Array, "B T D"],
+]:
+    """A model without scan and without state: the equations as they are read.
+
+    Returns: activations after the final norm, the bank, the prefix after each layer, and the mix that
+    the final norm reads.
+    """
+    cfg, prefix, prefixes = model.cfg, embeddings, []
+    bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
+    for i in range(cfg.num_layers):
+        bank, prefix, *_ = take_layer(model, i)(bank, prefix, i, segment_ids)
+        prefixes.append(prefix)
+    mix = prefix
+    if cfg.attn_res.kind != "none":
+        mix = model.output_attn_res(bank, bank.shape[0], prefix)
+    return model.norm(mix), bank, prefixes, mix
 
 
 def random_layer(cfg: Any, width: int, seed: int = 0) -> tuple[Any, dict]:

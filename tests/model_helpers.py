@@ -14,7 +14,7 @@ from k3jax.layers.attention_residuals import AttnResConfig
 from k3jax.model import K3, K3Config, take_layer
 from k3jax.official_config import config_from_official
 from k3jax.sharding.annotate import Buffer
-from k3jax.testing import random_model
+from k3jax.testing import layer_by_layer, random_model
 from tests.golden_io import load
 
 
@@ -77,16 +77,7 @@ def layer_modules(model: K3):
 
 def run_unrolled(model: K3, tokens, segment_ids=None):
     """One layer after the other without scan: (h, bank, prefixes after each layer, mix before the final norm)."""
-    cfg = model.cfg
-    prefix = model.embed_tokens(tokens, cfg.dtype)
-    bank = jnp.zeros((cfg.attn_res.num_rows(cfg.num_layers), *prefix.shape), prefix.dtype)
-    prefixes = []
-    for i, layer in enumerate(layer_modules(model)):
-        bank, prefix, *_ = layer(bank, prefix, i, segment_ids)
-        prefixes.append(prefix)
-    if cfg.attn_res.kind != "none":
-        prefix = model.output_attn_res(bank, bank.shape[0], prefix)
-    return model.norm(prefix), bank, prefixes, prefix
+    return layer_by_layer(model, model.embed_tokens(tokens, model.cfg.dtype), segment_ids)
 
 
 def random_tokens(cfg: K3Config, shape, seed: int = 0):
