@@ -12,7 +12,7 @@ Backend = tuple[Callable[..., Any], Callable[..., str | None]]
 # Backends that are taken unasked on one platform only, and where a device has all of its arrays to
 # itself. Asked for, they run anywhere they can: on
 # another host they compile ahead of time, or are interpreted.
-NATIVE = {"pallas_tpu": "tpu"}
+NATIVE = {"pallas_tpu": "tpu", "triton_gpu": "gpu"}
 _used: dict[str, list[str]] = {}
 
 

@@ -1,4 +1,5 @@
-"""Set-up of every test run: 8 simulated CPU devices, full matmul precision, and no success without tests."""
+"""Set-up of every test run: 8 simulated CPU devices or the GPU that is there, full matmul precision,
+and no success without tests."""
 
 import gc
 import os
@@ -12,8 +13,14 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share a GPU
+
 import jax
 import pytest
+
+if jax.default_backend() != "gpu":
+    # Read when triton is first imported; the kernels' own tests then run on a CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -34,9 +41,13 @@ def _forget_programs():
 
 
 def pytest_collection_modifyitems(items):
-    """Hardware tests are skipped, by name, where the hardware is missing."""
-    platform = jax.default_backend()
+    """Tests are skipped, by name, where the hardware that they need is missing."""
+    platform, devices = jax.default_backend(), jax.device_count()
     for item in items:
+        if item.get_closest_marker("devices") and devices < 8:
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs 8 devices, this machine has {devices} {platform}")
+            )
         for marker in ("gpu", "tpu"):
             if item.get_closest_marker(marker) and platform != marker:
                 item.add_marker(

@@ -24,6 +24,7 @@ def test_links_lead_somewhere():
         "README.md",
         "docs/architecture.md",
         "docs/chat.md",
+        "docs/gpu.md",
         "docs/scaling.md",
         "tests/README.md",
         "benchmarks/README.md",

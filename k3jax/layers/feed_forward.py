@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from k3jax.pallas_kernels.situ import situ
+from k3jax.pallas_kernels.situ.chunked import chunked
 from k3jax.sharding.annotate import contracted, gathered, param, psum
 
 
@@ -37,36 +39,23 @@ class ActivationConfig:
     def __call__(
         self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
-        """The activation of a (gate, up) pair, in gate's dtype, float32 inside."""
+        """The activation of a (gate, up) pair, in gate's dtype, float32 inside.
+
+        In plain JAX, for callers that do more to the product, or call this inside a kernel.
+        """
+        if self.kind == "situ":
+            assert self.gate_cap is not None
+            return chunked(gate, up, self.gate_cap, self.up_cap)
+        return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+    def alone(
+        self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        """The same between two matmuls, with which nothing fuses: by a kernel if one can."""
         if self.kind == "situ":
             assert self.gate_cap is not None
             return situ(gate, up, self.gate_cap, self.up_cap)
-        return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
-
-
-def situ(
-    gate: Float[Array, "*shape"],
-    up: Float[Array, "*shape"],
-    gate_cap: float,
-    up_cap: float | None,
-) -> Float[Array, "*shape"]:
-    """SiTU-GLU: a SwiGLU whose two branches saturate.
-
-        a(g, u) = b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2)  (K3 report, Eq. 12)
-
-    Args:
-        gate: pre-activation g.
-        up: pre-activation u.
-        gate_cap: b1 > 0.
-        up_cap: b2 > 0, or None for a linear up branch.
-
-    Returns: the product in gate's dtype, |a| <= b1 b2.
-    Numerics: float32 inside, rounded once.
-    """
-    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if up_cap is not None:
-        u = up_cap * jnp.tanh(u / up_cap)
-    return (gate_cap * jnp.tanh(g / gate_cap) * jax.nn.sigmoid(g) * u).astype(gate.dtype)
+        return self(gate, up)
 
 
 class Linear(nnx.Module):
@@ -124,4 +113,4 @@ class FeedForward(nnx.Module):
         self.down_proj = Linear((ffn_dim,), (width,), ("ffn", "embed"), **kwargs)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.activation.alone(self.gate_proj(x), self.up_proj(x)))

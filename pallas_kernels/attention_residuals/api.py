@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.attention_residuals import chunked, pallas_tpu
+from k3jax.pallas_kernels.attention_residuals import chunked, pallas_tpu, triton_gpu
 
 BACKENDS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.triton_gpu, triton_gpu.unsupported),
     "chunked": (chunked.chunked, dispatch.always),
 }
 

@@ -7,7 +7,14 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.grouped_matmul import blocked, composed, pallas_tpu, ragged, reference
+from k3jax.pallas_kernels.grouped_matmul import (
+    blocked,
+    composed,
+    pallas_tpu,
+    ragged,
+    reference,
+    triton_gpu,
+)
 
 
 def backends() -> dict[str, dispatch.Backend]:
@@ -17,13 +24,16 @@ def backends() -> dict[str, dispatch.Backend]:
     (KF-063), so there it only runs when asked for.
     """
     ragged_dot = {"ragged": (ragged.ragged, dispatch.always)}
-    kernel = {"pallas_tpu": (pallas_tpu.grouped_matmul, pallas_tpu.unsupported)}
+    kernels = {
+        "pallas_tpu": (pallas_tpu.grouped_matmul, pallas_tpu.unsupported),
+        "triton_gpu": (triton_gpu.grouped_matmul, triton_gpu.unsupported),
+    }
     plain = {
         "blocked": (blocked.blocked, dispatch.always),
         "reference": (reference.dense, dispatch.always),
     }
     on_tpu = dispatch.platform() == "tpu"
-    return kernel | (ragged_dot | plain if on_tpu else plain | ragged_dot)
+    return kernels | (ragged_dot | plain if on_tpu else plain | ragged_dot)
 
 
 def grouped_matmul(
@@ -41,7 +51,8 @@ def grouped_matmul(
         x: rows sorted by group.
         w: one matrix per group, in x's dtype.
         group_sizes: rows of each group, in order, 0 allowed; rows beyond their sum give 0.
-        backend: `pallas_tpu`, `ragged`, `blocked` or `reference`; None takes the first that can run.
+        backend: `pallas_tpu`, `triton_gpu`, `ragged`, `blocked` or `reference`; None takes the first
+            that can run.
 
     Returns: products in x's dtype.
     Numerics: float32 accumulation.
@@ -61,15 +72,18 @@ def _composed(function: Callable) -> dispatch.Backend:
 
 EXPERTS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.experts, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.experts, triton_gpu.unsupported),
     "composed": _composed(composed.experts),
     "reference": (reference.experts, dispatch.always),
 }
 FORWARD: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.experts_forward, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.experts_forward, triton_gpu.unsupported),
     "composed": _composed(composed.forward),
 }
 BACKWARD: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.experts_backward, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.experts_backward, triton_gpu.unsupported),
     "composed": _composed(composed.backward),
 }
 
@@ -96,7 +110,8 @@ def experts(
         p: combine weight of each row, float32.
         group_sizes: rows of each expert, in order, 0 allowed; rows beyond their sum give 0.
         activation: a(gate, up), elementwise, float32 from float32; hashable.
-        backend: `pallas_tpu`, `composed` or `reference`; None takes the first that can run.
+        backend: `pallas_tpu`, `triton_gpu`, `composed` or `reference`; None takes the first that can
+            run.
 
     Returns: weighted outputs in x's dtype; their sum over a token's rows is the layer's output.
     Numerics: products, activation and weighting in float32; gate, up and activation are rounded to

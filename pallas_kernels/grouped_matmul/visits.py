@@ -1,4 +1,4 @@
-"""Which rows of which tile meet the matrix of which group: the steps of the TPU kernels' grids."""
+"""Which rows of which tile meet the matrix of which group: the steps of the kernels' grids."""
 
 from typing import NamedTuple
 
@@ -50,3 +50,33 @@ def plan_visits(group_sizes: Int[Array, " E"], rows: int, tile: int, *, every: b
     held = jnp.max(jnp.where(group_sizes > 0, jnp.arange(E, dtype=jnp.int32), 0))
     group = group if every else jnp.where(live > 0, group, held)
     return Visits(group, at, first, jnp.where(again, first, last), live)
+
+
+class Tiles(NamedTuple):
+    """One entry per tile: rows first <= row < last of one group; none (0, 0) in what is left over."""
+
+    group: Int[Array, " V"]  # E: rows of no group, which become 0
+    first: Int[Array, " V"]
+    last: Int[Array, " V"]
+
+
+def plan_tiles(group_sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
+    """Tiles that begin where their group begins, in the order of rows.
+
+    Args:
+        group_sizes: rows of each group; at most `rows` together.
+        rows: rows of the array, at least 1.
+        tile: most rows of a tile.
+    """
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    ends = jnp.append(ends, jnp.int32(rows))  # the rows behind the last group are one more group
+    starts = jnp.append(jnp.int32(0), ends[:-1])
+    count = -(-(ends - starts) // tile)
+    upto = jnp.cumsum(count)
+    most = (rows + min(ends.shape[0], rows) * (tile - 1)) // tile
+    v = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.searchsorted(upto, v, side="right", method="compare_all").astype(jnp.int32)
+    used, group = group < ends.shape[0], jnp.minimum(group, ends.shape[0] - 1)
+    first = starts[group] + (v - (upto - count)[group]) * tile
+    last = jnp.minimum(first + tile, ends[group])
+    return Tiles(group, jnp.where(used, first, 0), jnp.where(used, last, 0))

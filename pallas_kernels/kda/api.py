@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.kda import chunked, pallas_tpu, reference
+from k3jax.pallas_kernels.kda import chunked, pallas_tpu, reference, triton_gpu
 from k3jax.pallas_kernels.kda.checks import check_shapes, make_config, validate_values
 from k3jax.pallas_kernels.kda.gates import l2_normalize, log_decay, normalize_query
 
@@ -57,11 +57,13 @@ def _promised(backend: dispatch.Backend) -> dispatch.Backend:
 
 BACKENDS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.triton_gpu, triton_gpu.unsupported),
     "chunked": (_neutral_padding(chunked.chunked, 0.0), dispatch.always),
     "reference": (_neutral_padding(reference.recurrent, 0.0), dispatch.always),
 }
 FROM_LOGITS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.from_logits, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.from_logits, triton_gpu.unsupported),
     "chunked": (_neutral_padding(_gates_first(chunked.chunked), OPEN), dispatch.always),
     "reference": (_neutral_padding(_gates_first(reference.recurrent), OPEN), dispatch.always),
 }
@@ -115,8 +117,8 @@ def kda(
             16; chunks then have the largest size up to `chunk_size` that divides it.
         plain_autodiff: without the custom derivative rule: slower and larger, but forward mode
             (jvp, Hessian-vector products) works.
-        backend: `pallas_tpu`, `chunked` or `reference` (token by token, slow) must run; None takes
-            the first that can, which is never the reference. `dispatch.used("kda")` tells which ran.
+        backend: `pallas_tpu`, `triton_gpu`, `chunked` or `reference` (token by token, slow) must
+            run; None takes the first that can, which is never the reference. `dispatch.used("kda")` tells which ran.
         validate: also check values (not only shapes). Inside jit the error surfaces when it runs.
         beta_max: largest write strength that `validate` accepts.
 
@@ -143,7 +145,8 @@ def kda(
     backends = BACKENDS
     if g is None:
         g = jnp.zeros_like(k, wide)
-        backends = BACKENDS | {"pallas_tpu": _promised(BACKENDS["pallas_tpu"])}
+        fused = ("pallas_tpu", "triton_gpu")
+        backends = BACKENDS | {name: _promised(BACKENDS[name]) for name in fused}
     elif per_head:
         g = jnp.broadcast_to(g[..., None], k.shape)
     arrays = q, k, v, g.astype(wide), beta

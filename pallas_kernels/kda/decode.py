@@ -1,11 +1,15 @@
 """KDA while decoding: one token per request, or a short window of which a part is kept."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels import slots as pools
+from k3jax.pallas_kernels.kda import gpu_decode
 
 MAX_WINDOW = 17  # tokens: 8 replayed, the bonus token, 8 drafts
 
@@ -21,6 +25,7 @@ def kda_step(
     slots: Int[Array, " B"] | None = None,
     has_state: Bool[Array, " B"] | None = None,
     erase: bool = True,
+    backend: str | None = None,
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "N HV K V"]]:
     """`kda` for one token per request.
 
@@ -33,15 +38,16 @@ def kda_step(
             nothing, which is how to mark an idle row.
         has_state: False for a request without computed tokens: its memory counts as empty,
             whatever is stored. None: all have one.
+        backend: `triton_gpu` or `chunked` must run; None takes the first that can.
 
     Returns: outputs in v's dtype, and the new memories (the whole pool with `slots`).
     Numerics: float32.
     Cost: 6 K V per head; each memory is fetched once and stored once.
     """
-    q, k, v, beta = (x[:, None] for x in (q, k, v, beta))
-    g = None if g is None else g[:, None]
-    o, state = _decode(q, k, v, g, beta, state, None, slots, has_state, erase)
-    return o[:, 0], state
+    window = _window(q, k, v, g, beta)
+    _check(*window, state=state, slots=slots, has_state=has_state)
+    run = dispatch.choose("kda_step", STEP_BACKENDS, backend, q, v, state)
+    return run(q, k, v, g, beta, state, slots, has_state, erase)
 
 
 def kda_verify(
@@ -83,11 +89,12 @@ def kda_verify(
         counts = np.asarray(commit)
         if counts.min() < 0 or counts.max() > W:
             raise ValueError(f"commit must lie in 0 to {W}, the window, got {counts.tolist()}")
+    _check(q, k, v, g, beta, state=state, slots=slots, has_state=has_state)
     return _decode(q, k, v, g, beta, state, commit, slots, has_state, erase)
 
 
-def _decode(q, k, v, g, beta, state, commit, slots, has_state, erase):
-    """Checks, grouped heads, the pool around `_window`."""
+def _check(q, k, v, g, beta, *, state, slots, has_state) -> None:
+    """Raises if shapes or slots do not fit; arguments as in `kda_verify`."""
     B, W, H, K = q.shape
     HV, V = v.shape[2:]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -111,6 +118,57 @@ def _decode(q, k, v, g, beta, state, commit, slots, has_state, erase):
 
     if slots is not None:
         pools.check_slots(slots, rows)
+
+
+def _window(*token):
+    """A token's arrays as those of a window of one."""
+    return tuple(None if x is None else x[:, None] for x in token)
+
+
+def _step(q, k, v, g, beta, state, slots, has_state, erase):
+    """`kda_step` in plain JAX."""
+    q, k, v, g, beta = _window(q, k, v, g, beta)
+    o, state = _decode(q, k, v, g, beta, state, None, slots, has_state, erase)
+    return o[:, 0], state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _step_gpu(q, k, v, g, beta, state, slots, has_state, erase):
+    """`kda_step` by the GPU kernel; its gradient, which nothing needs to be fast, is `_step`'s."""
+    shape = (*v.shape[:2], q.shape[-1])
+    if g is None:
+        g = jnp.zeros(shape, jnp.float32)
+    elif g.ndim == 2:
+        g = jnp.broadcast_to(g[..., None], shape)
+    return gpu_decode.triton_gpu(q, k, v, g, beta, state, slots, has_state, erase)
+
+
+def _step_gpu_forward(*args):
+    return _step_gpu(*args), args[:-1]
+
+
+def _step_gpu_backward(erase, args, cotangents):
+    *floats, slots, has_state = args
+
+    def run(q, k, v, g, beta, state):
+        return _step(q, k, v, g, beta, state, slots, has_state, erase)
+
+    return *jax.vjp(run, *floats)[1](cotangents), None, None
+
+
+_step_gpu.defvjp(_step_gpu_forward, _step_gpu_backward)
+
+STEP_BACKENDS: dict[str, dispatch.Backend] = {
+    "triton_gpu": (_step_gpu, gpu_decode.unsupported),
+    "chunked": (_step, dispatch.always),
+}
+
+
+def _decode(q, k, v, g, beta, state, commit, slots, has_state, erase):
+    """Grouped heads, the memories of a batch or a pool."""
+    B, W, H, _ = q.shape
+    HV = v.shape[2]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
 
     q, k = (jnp.repeat(x, HV // H, axis=2) if HV > H else x for x in (q, k))
     if g is None:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.pallas_kernels.kda.blocks import layout, round_up
 from k3jax.pallas_kernels.kda.config import Config
-from k3jax.pallas_kernels.kda.tpu_calls import LANES, fused, round_up, sized, visited
+from k3jax.pallas_kernels.kda.tpu_calls import LANES, fused, sized, visited
 from k3jax.pallas_kernels.kda.tpu_step import CHUNK, LOG2E, Plan
 
 LOWEST_G = -5.0  # nats per token whose sum over a tile of 16 stays inside float32
@@ -112,7 +113,7 @@ def _run(q, k, v, g, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
     plan = sized(plan, H, 1 if cu_seqlens is not None else -(-T // CHUNK))
     if T % plan.tokens:
         plan = dataclasses.replace(plan, masked=True)
-    place, owner = _layout(B, T, plan.tokens, cu_seqlens)
+    place, owner = layout(B, T, plan.tokens, cu_seqlens)
 
     def wide(x, width):
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
@@ -218,53 +219,3 @@ def _scan_segments_backward(static, residuals, cotangents):
 
 
 _scan_segments.defvjp(_scan_segments_forward, _scan_segments_backward)
-
-
-class _Rows:
-    """[B, T, X] to [B T', X] and back: every row of the batch fills whole blocks."""
-
-    def __init__(self, B: int, T: int, block: int):
-        self.B, self.T, self.padded = B, T, round_up(T, block)
-
-    def __call__(self, x):
-        x = jnp.pad(x, ((0, 0), (0, self.padded - self.T), (0, 0)))
-        return x.reshape(self.B * self.padded, x.shape[-1])
-
-    def back(self, x):
-        return x.reshape(self.B, self.padded, x.shape[-1])[:, : self.T]
-
-
-class _Documents:
-    """[1, T, X] to [T', X] and back: every packed document begins a block."""
-
-    def __init__(self, source, slot):
-        self.source, self.slot = source, slot
-
-    def __call__(self, x):
-        return jnp.take(x[0], self.source, axis=0, mode="fill", fill_value=0)
-
-    def back(self, x):
-        return jnp.take(x, self.slot, axis=0, mode="fill", fill_value=0)[None]
-
-
-def _layout(B: int, T: int, block: int, cu_seqlens):
-    """Where tokens lie, and the document of each block."""
-    if cu_seqlens is None:
-        place = _Rows(B, T, block)
-        return place, jnp.repeat(jnp.arange(B, dtype=jnp.int32), place.padded // block)
-    N = cu_seqlens.shape[0] - 1
-    blocks = T // block + N  # the most that any division of T tokens can need
-    lengths = jnp.diff(cu_seqlens)
-    ends = jnp.cumsum(-(-lengths // block))
-    begins = ends - -(-lengths // block)
-    owner = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
-    owner = jnp.minimum(owner, jnp.max(jnp.where(lengths > 0, jnp.arange(N), 0)))
-    offset = jnp.arange(blocks * block) - jnp.repeat(begins[owner], block) * block
-    document = jnp.repeat(owner, block)
-    inside = offset < lengths[document]
-    source = jnp.where(inside, cu_seqlens[document] + offset, T)
-    token = jnp.arange(T)
-    document = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, N - 1)
-    slot = begins[document] * block + token - cu_seqlens[document]
-    slot = jnp.where((token >= cu_seqlens[0]) & (token < cu_seqlens[-1]), slot, blocks * block)
-    return _Documents(source, slot), owner.astype(jnp.int32)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from k3jax.pallas_kernels.kda.blocks import round_up
 from k3jax.pallas_kernels.kda.tpu_backward import backward_kernel
 from k3jax.pallas_kernels.kda.tpu_forward import forward_kernel
 from k3jax.pallas_kernels.kda.tpu_step import CHUNK, TILE, TILES, Plan
@@ -19,10 +20,6 @@ LANES = 128
 MOST_CHAINS = 32  # a step: the compiler takes longer than in proportion
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
 Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
-
-
-def round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
 
 
 def sized(plan: Plan, H: int, count: int) -> Plan:

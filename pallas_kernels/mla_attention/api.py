@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3jax.pallas_kernels import dispatch
-from k3jax.pallas_kernels.mla_attention import chunked, pallas_tpu, reference
+from k3jax.pallas_kernels.mla_attention import chunked, pallas_tpu, reference, triton_gpu
 
 BACKENDS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.triton_gpu, triton_gpu.unsupported),
     "chunked": (chunked.chunked, dispatch.always),
     "reference": (reference.attention, dispatch.always),
 }
@@ -34,7 +35,7 @@ def mla_attention(
         k_shared: the channels that all heads share.
         v: values; their width may differ from Q.
         scale: factor on q . k, Q**-0.5 in MLA.
-        segment_ids: document of each token, equal within a document and different between those
+        segment_ids: document of each token, whose tokens are neighbours; different between those
             of a row, 0 for padding; None: one document per row. Content at padding may be
             anything, NaN included, and gets no gradient.
         backend: implementation; None takes the first that fits and logs it.

@@ -6,10 +6,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels import dispatch
 from k3jax.pallas_kernels import slots as pools
-from k3jax.pallas_kernels.short_conv import chunked, pallas_tpu
+from k3jax.pallas_kernels.short_conv import chunked, pallas_tpu, triton_gpu
 
 BACKENDS: dict[str, dispatch.Backend] = {
     "pallas_tpu": (pallas_tpu.pallas_tpu, pallas_tpu.unsupported),
+    "triton_gpu": (triton_gpu.triton_gpu, triton_gpu.unsupported),
     "chunked": (chunked.chunked, dispatch.always),
 }
 

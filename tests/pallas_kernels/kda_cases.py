@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from k3jax.pallas_kernels import triton_call
 from k3jax.pallas_kernels.kda import kda
 
 # Every backend passes the contract: name -> the promised g_min, None for any decay. A name with a
 # second word is the same backend under a promise that it makes use of.
 BACKENDS: dict[str, float | None] = {"chunked": None, "chunked bounded": -5.0, "reference": None}
+if triton_call.unavailable() is None:
+    BACKENDS["triton_gpu"] = -5.0
+# Kernels that are interpreted here, which takes a good part of a second per chunk and head.
+INTERPRETED = {"pallas_tpu"} | ({"triton_gpu"} if jax.default_backend() != "gpu" else set())
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 # For tests that compile programs of their own, which is nearly all of their cost.
 _plain = [name for name in BACKENDS if " " not in name]
@@ -92,11 +97,10 @@ def options(backend: str) -> dict:
 
 
 def rows(backend: str) -> slice | list[int]:
-    """Which of the rows of the regimes a backend gets: two if it is interpreted, which takes a good
-    part of a second per chunk and head."""
+    """Which of the rows of the regimes a backend gets: two if it is interpreted."""
     names = list(REGIMES)
     few = [names.index("open_identical_keys"), names.index("mixed")]
-    return few if backend == "pallas_tpu" else slice(None)
+    return few if backend in INTERPRETED else slice(None)
 
 
 def inputs_for(backend: str, *args, **kwargs) -> dict:
@@ -104,9 +108,9 @@ def inputs_for(backend: str, *args, **kwargs) -> dict:
     inputs, g_min = make_inputs(*args, **kwargs), BACKENDS[backend]
     if g_min is not None:
         inputs["g"] = np.maximum(inputs["g"], np.float32(g_min))
-    if backend == "pallas_tpu" and len(inputs["q"]) == len(REGIMES):
+    if backend in INTERPRETED and len(inputs["q"]) == len(REGIMES):
         inputs = {n: x[rows(backend)] for n, x in inputs.items()}
-    if backend == "pallas_tpu" and "heads" not in kwargs:
+    if backend in INTERPRETED and "heads" not in kwargs:
         inputs = {n: x[:, :1] if "state" in n else x[:, :, :1] for n, x in inputs.items()}
     return inputs
 

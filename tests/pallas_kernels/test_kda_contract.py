@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from k3jax.pallas_kernels.kda import kda, kda_step
 from tests.pallas_kernels.kda_cases import (
     BACKENDS,
+    INTERPRETED,
     NAMES,
     REGIMES,
     K,
@@ -242,7 +243,7 @@ def test_segments_equal_separate_rows(backend):
     want["grad_state"], want["final_state"] = want["grad_state"][:1], want["final_state"][-1:]
     row = inputs | {"state": states["state"][:1], "d_state": states["d_state"][-1:]}
     ids = np.repeat([7, 3, 4, 5, 6, 2], DOCUMENTS)[None].astype(np.int32)
-    copies = ROWS if backend != "pallas_tpu" else 1  # the one program of most tests
+    copies = ROWS if backend not in INTERPRETED else 1  # the one program of most tests
     many = {n: np.repeat(x, copies, 0) for n, x in row.items()}
     got = run(many, np.repeat(ids, copies, 0), backend=backend)
     compare({n: x[:1] for n, x in got.items()}, want)
@@ -286,7 +287,7 @@ def layouts(draw):
 def test_any_layout_of_documents(backend):
     """In every regime at once."""
 
-    @settings(max_examples=10 if backend != "pallas_tpu" else 2, deadline=None, derandomize=True)
+    @settings(max_examples=10 if backend not in INTERPRETED else 2, deadline=None, derandomize=True)
     @given(layouts(), st.integers(0, 2**16))
     def check(ids, seed):
         inputs = inputs_for(backend, LONGEST, seed=seed)

@@ -18,6 +18,7 @@ from k3jax.pallas_kernels.kda import (
 )
 from tests.pallas_kernels.kda_cases import (
     BACKENDS,
+    INTERPRETED,
     NAMES,
     REGIMES,
     H,
@@ -209,7 +210,7 @@ def problems(draw):
 def test_any_mixture_equals_the_recurrence(backend):
     g_min = BACKENDS[backend]
 
-    @settings(max_examples=25 if backend != "pallas_tpu" else 5, deadline=None, derandomize=True)
+    @settings(max_examples=25 if backend not in INTERPRETED else 5, deadline=None, derandomize=True)
     @given(problems())
     def check(problem):
         inputs, segments, chosen = problem
