@@ -9,7 +9,9 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import inspect
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +99,8 @@ def triton_call(
         grid: programs along up to three axes; the first may be as long as 2**31 - 1, the others
             65,535 (KF-010).
         num_warps, num_stages: as Triton's own.
-        aliases: argument -> output that takes its memory over.
+        aliases: argument -> output that takes its memory over; the kernel writes through the
+            argument and leaves the output's own parameter alone.
         zeroed: outputs that hold zeros at first.
         constants: compile-time arguments.
     """
@@ -109,10 +112,9 @@ def triton_call(
     if dispatch.platform() == "gpu":
         import jax_triton
 
-        return jax_triton.triton_call(
-            *args, kernel=kernel, out_shape=out_shape, grid=grid, num_warps=num_warps,
-            num_stages=num_stages, input_output_aliases=aliases or {}, zeroed_outputs=zeroed,
-            **constants,
+        return _launch(
+            jax_triton.triton_call, kernel, args, out_shape, aliases or {}, constants, grid=grid,
+            num_warps=num_warps, num_stages=num_stages, zeroed_outputs=zeroed,
         )  # fmt: skip
     _repair_interpreter()
     _interpreter()
@@ -131,6 +133,24 @@ def triton_call(
         return outputs
 
     return jax.pure_callback(run, out_shape, *(args[i] for i in arrays), vmap_method=None)
+
+
+def _launch(launch, kernel, args, out_shape, aliases, constants, **options):
+    """By jax-triton 0.3, or by 0.4, which renamed the outputs, takes a Python float for float32, and
+    gives the kernel no pointer to an output that is an input's memory."""
+    if "out_type" not in inspect.signature(launch).parameters:
+        return launch(
+            *args, kernel=kernel, out_shape=out_shape, input_output_aliases=aliases, **options,
+            **constants,
+        )  # fmt: skip
+    unused = {kernel.arg_names[len(args) + output]: 0 for output in aliases.values()}
+    args = [float(x) if isinstance(x, np.float32) else x for x in args]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the aliases, for references
+        return launch(
+            *args, kernel=kernel, out_type=out_shape, input_output_aliases=aliases, **options,
+            **constants, **unused,
+        )  # fmt: skip
 
 
 def _interpret(kernel, grid, args, constants):
@@ -176,11 +196,15 @@ def _repair_interpreter() -> None:
         codes = converted(x.data, tl.bfloat16, tl.float32, None)
         return interpreter.TensorHandle(codes.view(np.float32), tl.float32)
 
-    interpreter._patch_lang_tensor = patched
-    interpreter._convert_float = converted
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: create_dot(
-        self, widened(a), widened(b), *rest
-    )
+    def dot(self, a, b, *rest):
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    for place, name, repaired in (
+        (interpreter, "_patch_lang_tensor", patched),
+        (interpreter, "_convert_float", converted),
+        (interpreter.InterpreterBuilder, "create_dot", dot),
+    ):
+        setattr(place, name, repaired)
 
 
 def _poisoned(x: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import triton
+import triton.knobs
 from triton.backends.compiler import GPUTarget
 
 from k3jax.pallas_kernels.triton_call import Call, record
@@ -86,13 +87,14 @@ def _compile(call: Call, capability: int) -> Resources:
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:
     """Registers and spilled bytes per thread, from ptxas."""
-    ptxas = triton.knobs.nvidia.ptxas.path
+    nvidia = triton.knobs.nvidia
+    ptxas = (nvidia.ptxas_blackwell if capability >= 100 else nvidia.ptxas).path
     arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    registers = int(re.findall(r"Used (\d+) registers", report)[0])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
     return registers, spilled

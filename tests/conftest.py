@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
+        "--xla_gpu_autotune_level=0",
     )
 )
 

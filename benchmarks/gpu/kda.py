@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import gate
 from k3jax.pallas_kernels.kda import kda_from_logits
 
 CASES = ((1, 8192, 16), (1, 32768, 16), (8, 2048, 16), (1, 8192, 96))  # B, T, H
@@ -141,8 +142,8 @@ class Fla:
 IMPLEMENTATIONS = {"k3jax": K3jax, "fla": Fla}
 
 
-def measure(name: str, wait: Callable[[], None] = lambda: None) -> None:
-    """Prints the errors, then the times of one implementation; `wait` is called before timing."""
+def measure(name: str) -> None:
+    """Prints the errors, then the times of one implementation."""
     make = IMPLEMENTATIONS[name]
     if name == "fla":
         from benchmarks.gpu.tuning import compile_candidates_at_once
@@ -161,7 +162,7 @@ def measure(name: str, wait: Callable[[], None] = lambda: None) -> None:
             for _ in range(2):
                 call()
             each.milliseconds(call)
-    wait()
+    gate.wait()
     for case, each in zip(CASES, calls, strict=True):
         times = {
             mode: round(each.milliseconds(call), 4)

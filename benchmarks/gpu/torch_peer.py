@@ -20,7 +20,6 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX only reads the configuration here
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu import gate
 from benchmarks.gpu.tuning import compile_candidates_at_once
 from k3jax.configs import preset
 from k3jax.flops import flops_per_token, peak_flops
@@ -247,15 +247,8 @@ class Model(nn.Module):
         return self.loss(h, self.head.weight, targets)
 
 
-def measure(
-    cfg: K3Config,
-    model: Model,
-    args: argparse.Namespace,
-    rows: int,
-    wait: Callable[[], None] = lambda: None,
-) -> dict:
-    """Figures of whole steps, `rows` rows per forward and backward pass; `wait` is called once all
-    kernels are tuned and compiled."""
+def measure(cfg: K3Config, model: Model, args: argparse.Namespace, rows: int) -> dict:
+    """Figures of whole steps, `rows` rows per forward and backward pass."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     passes = args.batch_size // rows
     shape = passes, rows, args.seq_len + 1
@@ -276,7 +269,8 @@ def measure(
         return time.perf_counter() - begin, total
 
     print(f"tuned and compiled after {step(tokens[:1])[0]:.1f} s", flush=True)
-    wait()
+    torch.cuda.empty_cache()
+    gate.wait()
     print(f"warm-up: {step()[0]:.1f} s", flush=True)
     torch.cuda.reset_peak_memory_stats()
     seconds, losses = zip(*(step() for _ in range(args.timed)), strict=True)

@@ -12,7 +12,6 @@ line, and with `--profile` a table of kernel time by part of the model.
 
 import argparse
 import collections
-import contextlib
 import functools
 import json
 import re
@@ -20,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu import gate
 from k3jax import train, train_step
 from k3jax.configs import preset
 from k3jax.display import Display, show_logs
@@ -211,6 +211,8 @@ def part_of(kernel: str, scopes: str) -> str:
     known = [name for name in names if name in SCOPES]
     if known:
         return SCOPES[known[-1]]
+    if not scopes and kernel.startswith(("nvjet", "cutlass", "sm90_")):
+        return "cuBLAS products in CUDA graphs"  # projections, shared experts, Newton-Schulz
     if not scopes:
         return "copies" if "mem" in kernel.lower() else "unknown"
     if {"jvp", "rematted_computation"} & set(names):
@@ -238,21 +240,6 @@ def show(rows: list[Kernel], seconds: float, longest: int = 25) -> None:
     console.print(table)
 
 
-@contextlib.contextmanager
-def built(args: argparse.Namespace, flags: list[str], wait: Callable[[], None] = lambda: None):
-    """The step that a command line asks for; `wait` is called before it runs."""
-    cfg = overridden(preset(args.config)(), flags, "benchmarks.gpu.train_step")
-    if args.xla is not None:
-        without_kernels(args.xla)
-    name_ops()
-    step = Step(cfg, Display(start=0, total=cfg.steps, every=1))
-    wait()
-    try:
-        yield step
-    finally:
-        step.close()
-
-
 def parsed(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own arguments, and the flags of the configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -268,11 +255,19 @@ def parsed(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(args: list[str]) -> None:
     show_logs()
     own, flags = parsed(args)
-    with built(own, flags) as step:
+    cfg = overridden(preset(own.config)(), flags, "benchmarks.gpu.train_step")
+    if own.xla is not None:
+        without_kernels(own.xla)
+    name_ops()
+    step = Step(cfg, Display(start=0, total=cfg.steps, every=1))
+    gate.wait()
+    try:
         figures = step.measure(own.timed)
         print(json.dumps({"xla": own.xla, **figures}), flush=True)
         if own.profile:
             show(step.profile(), figures["seconds"])
+    finally:
+        step.close()
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def _hopper() -> bool:
 def rows_sizes(x: jax.Array, groups: int) -> Sizes:
     """For products with the rows x of so many groups.
 
-    With 128 rows or more per group a wide tile counts: multiprocessors together read about 7 TB/s from
-    the H200's second-level cache, and 128 x 256 with four stages gives 541 TFLOP/s at 256 rows (three
-    stages 430, 128 x 128 354, no narrow tiles 462). With few rows everything comes from memory
-    (4.2 TB/s of 4.3), whatever the tile, as long as two programs share a multiprocessor.
+    From some 100 rows per group on a large tile counts, which reads less from the second-level cache:
+    TFLOP/s on an H200 at 256 rows are 354 with 128 x 128, 430 with 128 x 256, 462 with four stages and
+    541 with narrow tiles for what is left. With few rows everything comes from memory, and 32 x 128 with
+    a block of 128 reads 4.2 TB/s either way; a block of 64 4.0 if w is transposed.
     """
     mean = x.shape[0] // groups
     if x.dtype == jnp.float32:
@@ -61,19 +61,12 @@ def rows_sizes(x: jax.Array, groups: int) -> Sizes:
     return Sizes(128, 256, 64, 8, 4, 32) if _hopper() else Sizes(128, 128, 64, 8, 3, 32)
 
 
-def two_sizes(x: jax.Array, groups: int, save: bool) -> Sizes:
-    """The same for two matrices at once; what is not saved is finished in registers, and they spill
-    with four stages."""
-    size = rows_sizes(x, groups)
-    return size._replace(columns=size.columns // 2, stages=min(size.stages, 4 if save else 3))
-
-
 def matrices_sizes(x: jax.Array, groups: int) -> Sizes:
     """For gradients of the matrices: `rows` and `columns` are those of the matrix, `block` is of rows.
 
-    Reading from the second-level cache and writing the result add up (7 TB/s together). At 256 rows
-    128 x 128 and two programs per multiprocessor give 361 TFLOP/s, 128 x 256 340; at 2,048 rows
-    506 and 533. With few rows the writing counts, 64 x 256 reaches 4.1 TB/s of 4.3 and 128 x 128 4.0.
+    TFLOP/s on an H200 at 256 rows are 361 with 128 x 128, of which two fit a multiprocessor, and 340
+    with 128 x 256; at 2,048 rows 506 and 533. With few rows the writing counts: 64 x 256 reaches 4.1
+    TB/s at 9 rows (128 x 128 4.0) and 3.0 at 36 (2.6).
     """
     mean = x.shape[0] // groups
     if x.dtype == jnp.float32:
@@ -152,51 +145,63 @@ def caps(activation: Any) -> dict[str, float | None] | None:
     return {"GATE_CAP": activation.gate_cap, "UP_CAP": activation.up_cap}
 
 
+def _columns(F: int) -> int:
+    """Columns of a program of `_elementwise`: a power of two, which divides F if one can."""
+    return min(max(F & -F, 64), 1024)
+
+
+def _elementwise(kernel, args, group_sizes, outputs, **bounds):
+    """A kernel whose programs are a few whole or partial rows [M, F] of the first output."""
+    (M, F), _ = outputs[0]
+    columns = _columns(F)
+    rows = 1024 // columns
+    used = group_sizes.sum(dtype=jnp.int32, keepdims=True)
+    return triton_call(
+        kernel, *args, used, out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
+        grid=(-(-M // rows) * -(-F // columns),), num_warps=4, M=M, F=F, ROWS=rows,
+        COLUMNS=columns, **bounds,
+    )  # fmt: skip
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def experts(x, w1, w3, w2, p, group_sizes, activation: Callable):
-    """Arguments as `api.experts`; two kernels."""
-    return _forward(x, w1, w3, w2, p, group_sizes, activation, save=False)[0]
+    """Arguments as `api.experts`."""
+    return experts_forward(x, w1, w3, w2, p, group_sizes, activation)[0]
 
 
 def experts_forward(x, w1, w3, w2, p, group_sizes, activation: Callable):
-    """Arguments as `api.experts_forward`; two kernels.
+    """Arguments as `api.experts_forward`: three products, and the weighted activation in one pass.
 
-    An activation that they do not know runs between three of `grouped_matmul`.
+    An activation that the kernels do not know is XLA's.
     """
-    return _forward(x, w1, w3, w2, p, group_sizes, activation, save=True)
-
-
-def _forward(x, w1, w3, w2, p, group_sizes, activation, *, save):
-    from k3jax.pallas_kernels.grouped_matmul.gpu_experts import up_kernel
+    from k3jax.pallas_kernels.grouped_matmul.gpu_experts import activation_kernel
 
     if (bounds := caps(activation)) is None:
         return composed.forward(grouped_matmul, x, w1, w3, w2, p, group_sizes, activation)
-    M, (E, L, F) = x.shape[0], w1.shape
-    kept = ((M, F) if save else (1, 1)), x.dtype
-    a, g, u = _rows(
-        up_kernel, (x, w1, w3, p), group_sizes, [((M, F), x.dtype), kept, kept], L, two_sizes(x, E, save),
-        SAVE=save, **bounds,
-    )  # fmt: skip
+    g, u = _product(x, w1, group_sizes), _product(x, w3, group_sizes)
+    (a,) = _elementwise(activation_kernel, (g, u, p), group_sizes, [(g.shape, g.dtype)], **bounds)
     return _product(a, w2, group_sizes), (g, u)
 
 
 def experts_backward(saved, dy, x, w1, w3, w2, p, group_sizes, activation: Callable):
-    """Arguments as `api.experts_backward`; five kernels, no expert output kept or made."""
-    from k3jax.pallas_kernels.grouped_matmul.gpu_experts import down_dx_kernel, up_dx_kernel
+    """Arguments as `api.experts_backward`; no expert output is kept or made.
+
+    dL/dp = <a, w2^T dy> (moe_parallelism 1). Both products that give dx are one kernel.
+    """
+    from k3jax.pallas_kernels.grouped_matmul.gpu_experts import activation_dx_kernel, up_dx_kernel
 
     if (bounds := caps(activation)) is None:
         return composed.backward(
             grouped_matmul, saved, dy, x, w1, w3, w2, p, group_sizes, activation
         )
-    M, (E, L, F) = x.shape[0], w1.shape
-    size, hidden = rows_sizes(x, E), ((M, F), x.dtype)
-    parts = (M, -(-F // size.columns)), jnp.float32
-    dg, du, a, dp = _rows(
-        down_dx_kernel, (dy, w2, *saved, p), group_sizes, [hidden, hidden, hidden, parts], L, size,
-        **bounds,
-    )  # fmt: skip
-    output = (M, L), x.dtype
-    (dx,) = _rows(up_dx_kernel, (dg, du, w1, w3), group_sizes, [output], F, size)
+    (M, L), (E, _, F) = x.shape, w1.shape
+    t = _product(dy, w2, group_sizes, transposed=True)
+    hidden, parts = ((M, F), x.dtype), ((M, -(-F // _columns(F))), jnp.float32)
+    dg, du, a, dp = _elementwise(
+        activation_dx_kernel, (t, *saved, p), group_sizes, [hidden, hidden, hidden, parts], **bounds
+    )
+    dx_size, output = rows_sizes(x, E), ((M, L), x.dtype)
+    (dx,) = _rows(up_dx_kernel, (dg, du, w1, w3), group_sizes, [output], F, dx_size)
     dw1, dw3 = (_matrices(x, d, group_sizes) for d in (dg, du))
     return dx, dw1, dw3, _matrices(a, dy, group_sizes), dp.sum(1).astype(p.dtype)
 

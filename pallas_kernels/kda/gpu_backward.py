@@ -1,4 +1,6 @@
 """The backward kernels: the gradient of the memory, from the last chunk to the first; then all else."""
+# pyrefly: ignore-errors
+# (branches on constants are taken when a kernel is compiled: names are bound on one side only)
 
 import triton
 import triton.language as tl
@@ -94,15 +96,19 @@ def gradients(
         b = tl.where(real, b, 0.0)
     seen, near = tokens_seen(document, MASKED)
     strict = seen & (i[:, None] > i[None, :])
+    one_tile = i[:, None] // TILE == i[None, :] // TILE
 
     # between the tokens of the chunk; a token's pair with itself does not involve g
     do, E = tl.load(d_o + at_v).to(DTYPE), tl.load(errors + at_v)
     dr = tl.load(d_v + at_v).to(DTYPE)
     dA = dot(do, tl.trans(E))
     own = tl.sum(tl.where(i[:, None] == i[None, :], dA, 0.0), 1)
-    dA = tl.where(strict, dA, 0.0).to(DTYPE)
+    dA_near = tl.where(strict & one_tile, dA, 0.0).to(DTYPE)
+    dA_over = tl.where(strict & ~one_tile, dA, 0.0).to(DTYPE)
     if ERASE:
-        dL = tl.where(strict, -dot(dr, tl.trans(E)), 0.0).to(DTYPE)
+        dL = -dot(dr, tl.trans(E))
+        dL_near = tl.where(strict & one_tile, dL, 0.0).to(DTYPE)
+        dL_over = tl.where(strict & ~one_tile, dL, 0.0).to(DTYPE)
     if GATED:
         # <q, dq> and <k, dk>, over all channels, without either: outputs are linear in q; what a
         # key predicts is linear in it, and so is what it writes
@@ -113,6 +119,9 @@ def gradients(
             if MASKED:
                 known = tl.where(real[:, None], known, 0.0)
             along_k -= tl.sum(dr.to(tl.float32) * (known - E.to(tl.float32)), 1)
+    M, dM = tl.load(states + memory), tl.load(d_states + memory)
+    through = tl.sum(M.to(tl.float32) * dM.to(tl.float32), 0)
+
     # rows and columns, as in the forward pass
     q_factor = norm_factor(q, token, h, H, q_scale, K, GATED)
     k_factor = norm_factor(k, token, h, H, 1.0, K, GATED)
@@ -126,14 +135,17 @@ def gradients(
     if MASKED:
         g = tl.where(real[None, :], g, 0.0)
     N = channel_sums(g, near, DTYPE)
+    # N is never positive, which the compiler does not know: so these tiles move to where products
+    # leave theirs, once, instead of every product of theirs on its own.
+    q_i, k_i = tl.where(N > 0, 0.0, q_i), tl.where(N > 0, 0.0, k_i)
+    sigmoid = tl.where(N > 0, 0.0, sigmoid)
     first = tl.exp2(tl.sum(tl.where(i[None, :] == TILE - 1, N, 0.0), 1))[:, None]
     second = tl.exp2(tl.sum(tl.where(i[None, :] == CHUNK - 1, N, 0.0), 1))[:, None]
     behind = i[None, :] >= TILE
     unshift: tl.constexpr = 2.0**-60
     into = tl.where(behind, first, 1.0) * unshift
     out_of = tl.where(behind, second, first * second) * (1.0 / unshift)
-    M, dM = tl.load(states + memory), tl.load(d_states + memory)
-    through = first * second * tl.sum(M.to(tl.float32) * dM.to(tl.float32), 0)[:, None]
+    through = first * second * through[:, None]
     if MASKED:
         into = tl.where((document == 0)[None, :], into, 0.0)
         out_of = tl.where((document == last)[None, :], out_of, 0.0)
@@ -145,11 +157,10 @@ def gradients(
     column = column.to(DTYPE)
 
     # queries; G collects what the decay up to a token takes part in
-    d_row = tl.where(behind, dot(over, tl.trans(dA)), dot(column, tl.trans(dA)))
+    d_row = add_dot(over, tl.trans(dA_over), dot(column, tl.trans(dA_near)))
+    d_row += dot(tl.trans(M), tl.trans(do)) * into
     G = row_q.to(tl.float32) * d_row
-    d_far = dot(tl.trans(M), tl.trans(do))
-    G += (q_i * grow * into).to(DTYPE).to(tl.float32) * d_far
-    d_i = (d_row + d_far * into) * grow + (own * b)[None, :] * k_i
+    d_i = d_row * grow + (own * b)[None, :] * k_i
     if GATED:
         # through the norm: of y = s x / |x| the gradient without its share along y
         d_i = q_factor[None, :] * (d_i - q_i * (along_q / (q_scale * q_scale))[None, :])
@@ -158,18 +169,14 @@ def gradients(
     tl.store(d_q + at, d_i.to(d_q.dtype.element_ty))
 
     # keys and beta
-    near = i[:, None] // TILE == i[None, :] // TILE
-    d_column = dot(row_q, tl.where(near, dA, 0.0))
-    d_over = dot(row_q, tl.where(near, 0.0, dA))
+    d_column, d_over = dot(row_q, dA_near), dot(row_q, dA_over)
     if ERASE:
-        d_column = add_dot(row_k, tl.where(near, dL, 0.0), d_column)
-        d_over = add_dot(row_k, tl.where(near, 0.0, dL), d_over)
+        d_column, d_over = add_dot(row_k, dL_near, d_column), add_dot(row_k, dL_over, d_over)
     G -= column.to(tl.float32) * d_column + over.to(tl.float32) * d_over
     d_column += tl.where(behind, d_over, d_over * first)
-    d_far = dot(tl.trans(dM), tl.trans(E))
-    shrink = tl.exp2(-N - SHIFT)
-    G_leave = (k_i * b[None, :] * shrink * out_of).to(DTYPE).to(tl.float32) * d_far
-    d_column = (d_column + d_far * out_of) * shrink + own[None, :] * q_i
+    d_leave = dot(tl.trans(dM), tl.trans(E)) * out_of
+    G_leave = column.to(tl.float32) * d_leave
+    d_column = (d_column + d_leave) * tl.exp2(-N - SHIFT) + own[None, :] * q_i
     d_b = tl.sum(k_i * d_column, 0)
     if MASKED:
         d_b = tl.where(real, d_b, 0.0)
@@ -177,11 +184,10 @@ def gradients(
     tl.store(d_beta + (part.to(tl.int64) * all_tokens + token) * H + h, d_b)
     d_i = b[None, :] * d_column
     if ERASE:
-        d_row = tl.where(behind, dot(over, tl.trans(dL)), dot(column, tl.trans(dL)))
+        d_row = add_dot(over, tl.trans(dL_over), dot(column, tl.trans(dL_near)))
+        d_row -= dot(tl.trans(M), tl.trans(dr)) * into
         G += row_k.to(tl.float32) * d_row
-        d_far = -dot(tl.trans(M), tl.trans(dr))
-        G += (k_i * grow * into).to(DTYPE).to(tl.float32) * d_far
-        d_i += (d_row + d_far * into) * grow
+        d_i += d_row * grow
     if GATED:
         d_i = k_factor[None, :] * (d_i - k_i * along_k[None, :])
     if MASKED:

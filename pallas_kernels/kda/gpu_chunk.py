@@ -109,6 +109,16 @@ def tokens_seen(document, MASKED: tl.constexpr):
 
 
 @triton.jit
+def unit_factor(x, scale, NORM: tl.constexpr):
+    """scale / |x| of vectors [32, K]; 1 where they are given ready."""
+    if NORM:
+        x = x.to(tl.float32)
+        return tl.rsqrt(tl.sum(x * x, 1) + EPS) * scale
+    else:
+        return tl.full((CHUNK,), 1.0, tl.float32)
+
+
+@triton.jit
 def norm_factor(x, token, h, H, scale, K: tl.constexpr, NORM: tl.constexpr):
     """scale / |x| of the chunk's vectors, x [tokens, H, K]; 1 where they are given ready."""
     if NORM:

@@ -1,11 +1,12 @@
 """The forward kernels: what chunks do without the memory, all at once; then the memory."""
+# pyrefly: ignore-errors
+# (branches on constants are taken when a kernel is compiled: names are bound on one side only)
 
 import triton
 import triton.language as tl
 
 from k3jax.pallas_kernels.kda.gpu_chunk import (
     CHUNK,
-    EPS,
     SHIFT,
     TILE,
     add_dot,
@@ -15,6 +16,7 @@ from k3jax.pallas_kernels.kda.gpu_chunk import (
     read_marks,
     token_sums,
     tokens_seen,
+    unit_factor,
 )
 
 
@@ -37,18 +39,20 @@ def prepare(
     token = c * CHUNK + i
     at = (token * H + h)[:, None] * K + channel[None, :]
     z_i, b = tl.load(z + at).to(tl.float32), tl.load(beta + token * H + h)
-    q_i, k_i = tl.load(q + at).to(tl.float32), tl.load(k + at).to(tl.float32)
+    q_i, k_i = tl.load(q + at), tl.load(k + at)
     g, _ = log2_decay(z_i, gate, h * K + channel[None, :], G_MIN2, H * K, GATED)
     document = i
     if MASKED:
         real, document, last = read_marks(marks, token)
         g, b = tl.where(real[:, None], g, 0.0), tl.where(real, b, 0.0)
         q_i, k_i = tl.where(real[:, None], q_i, 0.0), tl.where(real[:, None], k_i, 0.0)
-    if GATED:
-        q_i *= (tl.rsqrt(tl.sum(q_i * q_i, 1) + EPS) * q_scale)[:, None]
-        k_i *= tl.rsqrt(tl.sum(k_i * k_i, 1) + EPS)[:, None]
+    q_factor, k_factor = unit_factor(q_i, q_scale, GATED), unit_factor(k_i, 1.0, GATED)
     seen, near = tokens_seen(document, MASKED)
     N = token_sums(g, near, DTYPE)
+    # N is never positive, which the compiler does not know: so q and k move to where the sums are as
+    # they were read, in half the bytes that they have later.
+    q_i = tl.where(N > 0, 0.0, q_i).to(tl.float32) * q_factor[:, None]
+    k_i = tl.where(N > 0, 0.0, k_i).to(tl.float32) * k_factor[:, None]
     first = tl.exp2(tl.sum(tl.where(i[:, None] == TILE - 1, N, 0.0), 0))[None, :]  # of a whole tile
     second = tl.exp2(tl.sum(tl.where(i[:, None] == CHUNK - 1, N, 0.0), 0))[None, :]
     behind = i[:, None] >= TILE

@@ -42,11 +42,12 @@ def test_documents_across_tiles_and_padding_of_nan():
     segment_ids = np.stack([row, other, np.zeros_like(row)])
     inputs = make(3, len(row))
     real = segment_ids[..., None, None] > 0
-    poisoned = inputs | {"x": jnp.where(real, inputs["x"], np.nan)}
-    got, want = both(poisoned, segment_ids)
-    compare(got, want)
-    assert not got["dx"][segment_ids == 0].any()
-    assert not got["y"][segment_ids == 0].any()
+    clean, poisoned = (inputs | {"x": jnp.where(real, inputs["x"], fill)} for fill in (0, np.nan))
+    got = jax.device_get(passes(poisoned, segment_ids, "triton_gpu"))
+    # XLA's form has zeros there: this is about what the kernels do with NaN, not XLA.
+    compare(got, jax.device_get(passes(clean, segment_ids, "chunked")))
+    for name in ("y", "dx"):
+        assert not got[name][segment_ids == 0].any(), name
 
 
 def test_what_another_document_holds():
