@@ -1,4 +1,4 @@
-"""All measurements of this folder in one visit to a GPU, with the tests that belong on it.
+"""All measurements of this folder in one go on a GPU, with the tests that belong on it.
 
     python -m benchmarks.gpu.all --seconds 570 --out results
     python -m benchmarks.gpu.all --only kda_k3jax kda_fla --out results

@@ -1,7 +1,6 @@
 """Triton kernels of the experts' feed-forward beside the products: the activation, both ways.
 
-a(g, u) = cap(g) sigmoid(g) cap(u), with cap(z) = b tanh(z / b), or z where there is no bound b: SiTU-GLU
-(K3 report, Eq. 12) and SwiGLU. These are passes of their own and not the ends of products: a product
+SiTU-GLU (K3 report, Eq. 12) or SwiGLU, a(g, u). These are passes of their own and not the ends of products: a product
 fills a multiprocessor with 8 warps, too few to hide 60 to 80 instructions per element.
 """
 
@@ -9,24 +8,7 @@ import triton
 import triton.language as tl
 
 from k3jax.pallas_kernels.grouped_matmul.gpu_kernels import clear, find, multiply, put
-
-
-@triton.jit
-def tanh(x):
-    """Near 0 by its series, where 1 - 2 / (1 + exp 2x) cancels."""
-    s = x * x
-    near = x * (1 + s * (-1 / 3 + s * (2 / 15 - s * (17 / 315))))
-    return tl.where(s < 0.04, near, 1 - 2 / (1 + tl.exp(2 * x)))
-
-
-@triton.jit
-def cap(x, BOUND: tl.constexpr):
-    """b tanh(x / b) and its derivative; x and 1 without a bound."""
-    if BOUND is None:
-        return x, tl.full(x.shape, 1.0, tl.float32)
-    else:
-        t = tanh(x / BOUND)
-        return BOUND * t, 1 - t * t
+from k3jax.pallas_kernels.situ.gpu_kernels import activation, activation_slopes
 
 
 @triton.jit
@@ -44,7 +26,7 @@ def place(M, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def activation_kernel(
     g, u, p, used, a,
     M: tl.constexpr, F: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """p a(g, u); 0 in the rows of no group."""
     rows, at, exists, _ = place(M, F, ROWS, COLUMNS)
@@ -52,7 +34,7 @@ def activation_kernel(
     gate = tl.load(g + at, mask=exists & live[:, None], other=0).to(tl.float32)
     up = tl.load(u + at, mask=exists & live[:, None], other=0).to(tl.float32)
     weight = tl.load(p + rows, mask=live, other=0)[:, None]
-    value = cap(gate, GATE_CAP)[0] * tl.sigmoid(gate) * cap(up, UP_CAP)[0]
+    value = activation(gate, up, GATE_CAP, UP_CAP, EXACT)
     tl.store(a + at, (value * weight).to(a.dtype.element_ty), mask=exists)
 
 
@@ -60,7 +42,7 @@ def activation_kernel(
 def activation_dx_kernel(
     t, g, u, p, used, dg, du, a, dp,
     M: tl.constexpr, F: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From t = dy w2^T: dg, du, p a(g, u), and <a(g, u), t> of the tile's columns; else zeros."""
     rows, at, exists, column = place(M, F, ROWS, COLUMNS)
@@ -70,18 +52,13 @@ def activation_dx_kernel(
     gate = tl.load(g + at, mask=filled, other=0).to(tl.float32)
     up = tl.load(u + at, mask=filled, other=0).to(tl.float32)
     weight = tl.load(p + rows, mask=live, other=0)[:, None]
-    s = tl.sigmoid(gate)
-    gate, d_gate = cap(gate, GATE_CAP)
-    up, d_up = cap(up, UP_CAP)
-    gated = gate * s
-    value = gated * up
+    value, by_gate, by_up = activation_slopes(gate, up, GATE_CAP, UP_CAP, EXACT)
     tl.store(a + at, (value * weight).to(a.dtype.element_ty), mask=exists)
     part = dp + rows.to(tl.int64) * tl.cdiv(F, COLUMNS) + column
     tl.store(part, tl.sum(value * t, 1), mask=rows < M)
     t *= weight
-    tl.store(du + at, (t * gated * d_up).to(du.dtype.element_ty), mask=exists)
-    d_gate = t * up * (d_gate * s + gated * (1 - s))
-    tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=exists)
+    tl.store(du + at, (t * by_up).to(du.dtype.element_ty), mask=exists)
+    tl.store(dg + at, (t * by_gate).to(dg.dtype.element_ty), mask=exists)
 
 
 @triton.jit

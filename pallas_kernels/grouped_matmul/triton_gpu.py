@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from k3jax.pallas_kernels.grouped_matmul import composed
 from k3jax.pallas_kernels.grouped_matmul.visits import plan_tiles
-from k3jax.pallas_kernels.triton_call import triton_call, unavailable
+from k3jax.pallas_kernels.triton_call import INTERPRETED, triton_call, unavailable
 
 
 def unsupported(x: jax.Array, *ws: jax.Array) -> str | None:
@@ -159,7 +159,7 @@ def _elementwise(kernel, args, group_sizes, outputs, **bounds):
     return triton_call(
         kernel, *args, used, out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         grid=(-(-M // rows) * -(-F // columns),), num_warps=4, M=M, F=F, ROWS=rows,
-        COLUMNS=columns, **bounds,
+        COLUMNS=columns, EXACT=INTERPRETED, **bounds,
     )  # fmt: skip
 
 

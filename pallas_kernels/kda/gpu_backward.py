@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from k3jax.pallas_kernels.kda.gpu_chunk import (
+    BF16,
     CHUNK,
     SHIFT,
     TILE,
@@ -178,6 +179,10 @@ def gradients(
     G_leave = column.to(tl.float32) * d_leave
     d_column = (d_column + d_leave) * tl.exp2(-N - SHIFT) + own[None, :] * q_i
     d_b = tl.sum(k_i * d_column, 0)
+    if BF16 != DTYPE:
+        # The same, for <b E, d(b E)> = <E, dV>, without terms that cancel where keys are alike.
+        whole = tl.sum(E.to(tl.float32) * dr.to(tl.float32), 1) if part == 0 else own * 0.0
+        d_b = tl.where(b == 0.0, d_b, whole / b)
     if MASKED:
         d_b = tl.where(real, d_b, 0.0)
     all_tokens = tl.num_programs(0) // (K // KB) // H * CHUNK

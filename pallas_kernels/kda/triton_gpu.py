@@ -4,6 +4,9 @@ The kernels see tokens as rows, [tokens, H, K], in chunks of 32; a sequence (a r
 a packed document) fills whole chunks. gpu_calls.py calls them.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -32,8 +35,6 @@ def unsupported(q, k, v, cu_seqlens, cfg: Config) -> str | None:
         return "plain_autodiff; a kernel has no derivative but its own"
     if cfg.checkpoint_every > 1:
         return f"checkpoint_every = {cfg.checkpoint_every}; keeps every memory"
-    if cfg.snapshot_every is not None:
-        return f"snapshot_every = {cfg.snapshot_every}; keeps memories in q's dtype"
     return None
 
 
@@ -48,7 +49,7 @@ def triton_gpu(
     starts: Bool[Array, "B T"] | None,
     cu_seqlens: Int[Array, " offsets"] | None,
     cfg: Config,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], Float[Array, "B S H K V"] | None]:
     """KDA by the fused kernels; arguments as in `reference.recurrent`.
 
     Numerics: float32 for g, its sums, the triangular inverse and the memory; other matmul operands
@@ -73,7 +74,7 @@ def from_logits(
     starts: Bool[Array, "B T"] | None,
     cu_seqlens: Int[Array, " offsets"] | None,
     cfg: Config,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], None]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], Float[Array, "B S H K V"] | None]:
     """`triton_gpu` of raw q, k and decay logits: L2 norms and the bounded gate in the kernels."""
     slope = -jnp.exp(A_log.astype(jnp.float32)) * LOG2E
     slope = jnp.broadcast_to(slope[:, None], dt_bias.shape)
@@ -81,7 +82,32 @@ def from_logits(
     return _run(q, k, v, z, beta, gate, state, (real, starts), cu_seqlens, cfg, q.shape[-1] ** -0.5)
 
 
+def _with_snapshots(q, k, v, z, beta, gate, state, marks, cfg, q_scale):
+    """One call after the other, for each snapshot one: the kernels keep memories in q's dtype."""
+    every = cfg.snapshot_every
+    whole, cfg = q.shape[1] // every * every, dataclasses.replace(cfg, snapshot_every=None)
+    tokens = (q, k, v, z, beta), marks
+
+    def cut(x):
+        x = x[:, :whole].reshape(x.shape[0], -1, every, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    def body(state, tokens):
+        (q, k, v, z, beta), marks = tokens
+        o, state, _ = _run(q, k, v, z, beta, gate, state, marks, None, cfg, q_scale)
+        return state, (o, state)
+
+    state, (o, snapshots) = jax.lax.scan(body, state, jax.tree.map(cut, tokens))
+    o = jnp.moveaxis(o, 0, 1).reshape(o.shape[1], whole, *o.shape[3:])
+    if whole < q.shape[1]:
+        state, (rest, _) = body(state, jax.tree.map(lambda x: x[:, whole:], tokens))
+        o = jnp.concatenate([o, rest], 1)
+    return o, state, jnp.moveaxis(snapshots, 0, 1)
+
+
 def _run(q, k, v, z, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
+    if cfg.snapshot_every is not None:
+        return _with_snapshots(q, k, v, z, beta, gate, state, marks, cfg, q_scale)
     (B, T, H, K), V = q.shape, v.shape[-1]
     real, starts = marks
     plan = Plan(

@@ -60,6 +60,6 @@ def _launch(kernel, gate_cap, up_cap, *args, like):
     size = args[0].size
     return triton_call.triton_call(
         kernel, *args, out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
-        grid=(-(-size // BLOCK),), num_warps=WARPS, N=size, GATE_CAP=gate_cap, UP_CAP=up_cap or 0.0,
+        grid=(-(-size // BLOCK),), num_warps=WARPS, N=size, GATE_CAP=gate_cap, UP_CAP=up_cap,
         EXACT=triton_call.INTERPRETED, BLOCK=BLOCK,
     )  # fmt: skip

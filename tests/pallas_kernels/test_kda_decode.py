@@ -392,7 +392,7 @@ def test_kf_035_a_snapshot_is_the_state_at_its_boundary(backend):
     """130 tokens, one memory per 64. A prompt that shares 128 of them goes on from the second, one
     that shares 127 from the first; both equal a cold run."""
     T, rows = 130, 3
-    inputs = inputs_for(backend, T, ("mild",) * rows, seed=3)
+    inputs = inputs_for(backend, T, ("mild",) * rows, seed=3, heads=H)
     args, entering = [inputs[n] for n in NAMES[:5]], inputs["state"]
     with interpreted(backend):
         run = jit(functools.partial(kda, snapshot_every=64, **options(backend)))
@@ -441,7 +441,7 @@ def test_kf_035_the_convolution_has_its_window_at_the_boundary():
 @pytest.mark.parametrize("every", [16, 48, 64])
 def test_snapshots_of_rows_with_documents_and_padding(backend, every):
     """The memory after each boundary, whichever document is open there; none in a short row."""
-    inputs = inputs_for(backend, 130, ("mild", "mixed"), seed=6)
+    inputs = inputs_for(backend, 130, ("mild", "mixed"), seed=6, heads=H)
     ids = np.repeat([1, 0, 2, 3, 0], [20, 10, 40, 50, 10])
     ids = np.stack([ids, np.ones_like(ids)]).astype(np.int32)
 
