@@ -62,6 +62,16 @@ def _missing() -> str | None:
     return None
 
 
+def capability(without: float = 9.0) -> float:
+    """Compute capability of the GPU; `without`, an H100's, where there is none."""
+    return float(getattr(jax.local_devices()[0], "compute_capability", without))
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest that is not below n or `least`: Triton's tiles have no other sizes."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
 def unavailable() -> str | None:
     """Why no Triton kernel can run here, or None."""
     if (reason := _missing()) is not None:
@@ -70,9 +80,8 @@ def unavailable() -> str | None:
     if _recorded.get() is not None:
         return None
     if here == "gpu":
-        capability = getattr(jax.local_devices()[0], "compute_capability", None)
-        if capability is not None and float(capability) < OLDEST:
-            return f"compute capability {capability}; needs {OLDEST}"
+        if (found := capability()) < OLDEST:
+            return f"compute capability {found}; needs {OLDEST}"
         return None
     if here == "cpu" and INTERPRETED:
         return None

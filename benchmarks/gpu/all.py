@@ -36,8 +36,8 @@ MODULES = {
     # not timed
     "tests_kernels": (*PYTEST, "-k", "triton_gpu", KERNELS),
     "tests_golden": (*PYTEST, "-m", "golden", "-k", "not chunked and not reference", "tests"),
-    "nano": ("k3jax.cli", "train", "nano", "--steps", "30", *BRIEF, "--run-dir", "/tmp/k3jax_nano"),
-    "colab": ("k3jax.cli", "train", "colab", "--steps", "30", *BRIEF, "--run-dir", "/tmp/k3jax_colab"),
+    "nano": ("k3jax.cli", "train", "nano", "--steps", "30", *BRIEF),
+    "colab": ("k3jax.cli", "train", "colab", "--steps", "30", *BRIEF),
     # alone
     "memory_bound": ("benchmarks.gpu.memory_bound",),
     "grouped_matmul": ("benchmarks.gpu.grouped_matmul",),
@@ -60,9 +60,12 @@ class Job:
         env = {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if self.name in TIMED:
             env |= {gate.FOLDER: str(self.folder), gate.NAME: self.name}
+        command = [sys.executable, "-m", *MODULES[self.name]]
+        if MODULES[self.name][0] == "k3jax.cli":
+            command += ["--run-dir", str(self.log.with_suffix(""))]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *MODULES[self.name]], stdout=log, stderr=subprocess.STDOUT,
+                command, stdout=log, stderr=subprocess.STDOUT,
                 env=os.environ | env, start_new_session=True,
             )  # fmt: skip
 

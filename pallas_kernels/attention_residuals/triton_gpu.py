@@ -71,13 +71,9 @@ def _mix_backward(plan, residuals, cotangents):
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _block(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _warps(width: int) -> int:
     """Warps of a program: 32 channels in each thread."""
-    return max(1, _block(width) // 1024)
+    return max(1, triton_call.power_of_two(width) // 1024)
 
 
 def _stages(dtype) -> int:
@@ -101,7 +97,7 @@ def _launch(kernel, plan: Plan, bank, *args, out_shape, programs, aliases=None, 
     return triton_call.triton_call(
         kernel, bank, *args, out_shape=out_shape, grid=(programs,), num_warps=_warps(D),
         aliases=aliases, D=D, NORMED=plan.out_eps is not None, OUT_EPS=plan.out_eps or 0.0,
-        ROWS=bank.shape[0], BLOCK=_block(D), STAGES=_stages(bank.dtype), **constants,
+        ROWS=bank.shape[0], BLOCK=triton_call.power_of_two(D), STAGES=_stages(bank.dtype), **constants,
     )  # fmt: skip
 
 

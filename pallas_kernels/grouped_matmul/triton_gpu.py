@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from k3jax.pallas_kernels.grouped_matmul import composed
 from k3jax.pallas_kernels.grouped_matmul.visits import plan_tiles
-from k3jax.pallas_kernels.triton_call import INTERPRETED, triton_call, unavailable
+from k3jax.pallas_kernels.triton_call import INTERPRETED, capability, triton_call, unavailable
 
 
 def unsupported(x: jax.Array, *ws: jax.Array) -> str | None:
@@ -39,8 +39,7 @@ class Sizes(NamedTuple):
 
 def _hopper() -> bool:
     """227 KB of shared memory per program, and products of whole warp groups."""
-    capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
-    return 9 <= float(capability) < 12
+    return 9 <= capability() < 12
 
 
 def rows_sizes(x: jax.Array, groups: int) -> Sizes:

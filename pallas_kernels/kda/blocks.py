@@ -3,6 +3,18 @@
 import jax.numpy as jnp
 
 
+def cut_segments(x, size: int):
+    """[B, T, ...] to [segments, B, size, ...]; what is left of T stays behind."""
+    x = x[:, : x.shape[1] // size * size]
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+
+
+def join_segments(x):
+    """The way back."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
 def round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 

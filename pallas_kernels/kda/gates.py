@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+LOG2E = 1.4426950408889634
+
 
 def l2_normalize(x: Float[Array, "*lead K"], eps: float = 1e-6) -> Float[Array, "*lead K"]:
     """Scales every vector to length one: x / sqrt(sum x^2 + eps)  (architecture.md, 4.3).
@@ -57,6 +59,18 @@ def bounded_log_decay(
     if not g_min < 0:
         raise ValueError(f"g_min must be negative, got {g_min}; K3 uses -5.0")
     return _bounded(z, A_log, g_min)
+
+
+def bounded_gate(A_log: Float[Array, " H"], dt_bias: Float[Array, "H K"]) -> Float[Array, "2 H K"]:
+    """Slope and offset by which a kernel makes the bounded gate of raw logits z:
+
+        g = g_min / (1 + 2^(slope z + offset)),  slope = -exp(A_log) / ln 2,  offset = slope dt_bias
+
+    Numerics: float32.
+    """
+    slope = -jnp.exp(A_log.astype(jnp.float32)) * LOG2E
+    slope = jnp.broadcast_to(slope[:, None], dt_bias.shape)
+    return jnp.stack([slope, slope * dt_bias])
 
 
 def softplus_log_decay(

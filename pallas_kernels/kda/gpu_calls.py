@@ -1,7 +1,6 @@
 """The calls of the GPU kernels of KDA: grids, the split of long sequences, the derivative rule."""
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from k3jax.pallas_kernels.kda.gates import LOG2E
 from k3jax.pallas_kernels.triton_call import triton_call
 
 CHUNK = 32
-LOG2E = math.log2(math.e)
 # A sequence is split inside the device until this many programs carry a memory, one for each
 # multiprocessor of an H200, but not into parts of fewer chunks than that.
 PROGRAMS, PART = 132, 16

@@ -51,6 +51,6 @@ def triton_gpu(
         ],
         grid=(B * HV * blocks,), num_warps=WARPS, aliases={5: 1},
         N=state.shape[0], H=H, HV=HV, K=K, V=V, POOL=slots is not None, HAS=has_state is not None,
-        ERASE=erase, ROWS=1 << (K - 1).bit_length(), COLUMNS=COLUMNS,
+        ERASE=erase, ROWS=triton_call.power_of_two(K), COLUMNS=COLUMNS,
     )  # fmt: skip
     return o, new

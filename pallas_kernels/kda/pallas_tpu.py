@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from k3jax.pallas_kernels.kda.blocks import layout, round_up
+from k3jax.pallas_kernels.kda.blocks import cut_segments, join_segments, layout, round_up
 from k3jax.pallas_kernels.kda.config import Config
+from k3jax.pallas_kernels.kda.gates import bounded_gate
 from k3jax.pallas_kernels.kda.tpu_calls import LANES, fused, sized, visited
-from k3jax.pallas_kernels.kda.tpu_step import CHUNK, LOG2E, Plan
+from k3jax.pallas_kernels.kda.tpu_step import CHUNK, Plan
 
 LOWEST_G = -5.0  # nats per token whose sum over a tile of 16 stays inside float32
 
@@ -85,9 +86,7 @@ def from_logits(
     cfg: Config,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], Float[Array, "B S H K V"] | None]:
     """`pallas_tpu` of raw q, k and decay logits: the L2 norms and the bounded gate in the kernel."""
-    slope = -jnp.exp(A_log.astype(jnp.float32)) * LOG2E
-    slope = jnp.broadcast_to(slope[:, None], dt_bias.shape)
-    gate = jnp.stack([slope.reshape(-1), (slope * dt_bias).reshape(-1)])
+    gate = bounded_gate(A_log, dt_bias).reshape(2, -1)
     return _run(q, k, v, z, beta, gate, state, (real, starts), cu_seqlens, cfg, q.shape[-1] ** -0.5)
 
 
@@ -156,17 +155,11 @@ def _in_segments(q, k, v, g, beta, gate, state, marks, cfg, q_scale):
     T, size = q.shape[1], cfg.checkpoint_every * CHUNK
     whole = T // size * size
 
-    def cut(x):
-        x = x[:, :whole].reshape(x.shape[0], -1, size, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
-
-    def joined(x):
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
+    cut = functools.partial(cut_segments, size=size)
     static = (dataclasses.replace(cfg, checkpoint_every=1), q_scale)
     segments = [cut(x) for x in (q, k, v, g, beta)]
     o, state, snapshots = _scan_segments(static, segments, gate, state, jax.tree.map(cut, marks))
-    o, snapshots = joined(o), None if snapshots is None else joined(snapshots)
+    o, snapshots = join_segments(o), None if snapshots is None else join_segments(snapshots)
     if whole < T:
         rest = [x[:, whole:] for x in (q, k, v, g, beta)]
         rest_marks = jax.tree.map(lambda x: x[:, whole:], marks)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from k3jax.pallas_kernels.kda.gates import LOG2E
 from k3jax.pallas_kernels.kda.tpu_step import (
     CENTRE,
     CHUNK,
-    LOG2E,
     TILE,
     TILES,
     Piece,

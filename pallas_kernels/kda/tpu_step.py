@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from k3jax.pallas_kernels.kda.gates import LOG2E
+
 CHUNK, TILE, TILES = 64, 16, 4
 CENTRE = 2.0**60
-LOG2E = 1.4426950408889634
 Piece = Iterator[None]
 Chain = tuple[int, int, int]  # index, chunk, head
 

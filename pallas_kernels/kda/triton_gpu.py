@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.pallas_kernels import triton_call
-from k3jax.pallas_kernels.kda.blocks import layout
+from k3jax.pallas_kernels.kda.blocks import cut_segments, join_segments, layout
 from k3jax.pallas_kernels.kda.config import Config
-from k3jax.pallas_kernels.kda.gpu_calls import CHUNK, LOG2E, Plan, fused
+from k3jax.pallas_kernels.kda.gates import bounded_gate
+from k3jax.pallas_kernels.kda.gpu_calls import CHUNK, Plan, fused
 
 LOWEST_G = -5.0  # nats per token whose sum over half a chunk stays inside float32
 WIDEST = 128  # channels that fit
@@ -76,9 +77,7 @@ def from_logits(
     cfg: Config,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"], Float[Array, "B S H K V"] | None]:
     """`triton_gpu` of raw q, k and decay logits: L2 norms and the bounded gate in the kernels."""
-    slope = -jnp.exp(A_log.astype(jnp.float32)) * LOG2E
-    slope = jnp.broadcast_to(slope[:, None], dt_bias.shape)
-    gate = jnp.stack([slope, slope * dt_bias])
+    gate = bounded_gate(A_log, dt_bias)
     return _run(q, k, v, z, beta, gate, state, (real, starts), cu_seqlens, cfg, q.shape[-1] ** -0.5)
 
 
@@ -88,17 +87,15 @@ def _with_snapshots(q, k, v, z, beta, gate, state, marks, cfg, q_scale):
     whole, cfg = q.shape[1] // every * every, dataclasses.replace(cfg, snapshot_every=None)
     tokens = (q, k, v, z, beta), marks
 
-    def cut(x):
-        x = x[:, :whole].reshape(x.shape[0], -1, every, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
-
     def body(state, tokens):
         (q, k, v, z, beta), marks = tokens
         o, state, _ = _run(q, k, v, z, beta, gate, state, marks, None, cfg, q_scale)
         return state, (o, state)
 
-    state, (o, snapshots) = jax.lax.scan(body, state, jax.tree.map(cut, tokens))
-    o = jnp.moveaxis(o, 0, 1).reshape(o.shape[1], whole, *o.shape[3:])
+    state, (o, snapshots) = jax.lax.scan(
+        body, state, jax.tree.map(lambda x: cut_segments(x, every), tokens)
+    )
+    o = join_segments(o)
     if whole < q.shape[1]:
         state, (rest, _) = body(state, jax.tree.map(lambda x: x[:, whole:], tokens))
         o = jnp.concatenate([o, rest], 1)
@@ -111,8 +108,8 @@ def _run(q, k, v, z, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
     (B, T, H, K), V = q.shape, v.shape[-1]
     real, starts = marks
     plan = Plan(
-        K=_power_of_two(K),
-        V=_power_of_two(V),
+        K=triton_call.power_of_two(K, 16),
+        V=triton_call.power_of_two(V, 16),
         g_min=cfg.g_min,
         q_scale=q_scale,
         erase=cfg.erase,
@@ -146,7 +143,3 @@ def _run(q, k, v, z, beta, gate, state, marks, cu_seqlens, cfg, q_scale):
     )  # fmt: skip
     o = place.back(o.reshape(-1, H * plan.V)).reshape(B, T, H, plan.V)[..., :V]
     return o, jnp.swapaxes(final[:, :, :V, :K], 2, 3), None
-
-
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())

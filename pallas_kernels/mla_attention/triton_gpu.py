@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from k3jax.pallas_kernels.triton_call import triton_call, unavailable
+from k3jax.pallas_kernels.triton_call import capability, triton_call, unavailable
 
 LOG2E = math.log2(math.e)
 F32 = jnp.float32
@@ -65,9 +65,7 @@ def unsupported(q, k, k_shared, v, *_) -> str | None:
 def _plan(dtype) -> Plan:
     if dtype == F32:
         return FULL
-    # With no GPU here, it is compiled to be looked at.
-    capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
-    return HOPPER if capability == "9.0" else AMPERE
+    return HOPPER if capability() == 9.0 else AMPERE
 
 
 def triton_gpu(
